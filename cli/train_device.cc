@@ -75,7 +75,7 @@ std::unique_ptr<TrainEngine> TrainDevice::engine(Context& ctx, Model& model, con
 #ifdef TWELL_HAVE_CUDA
   if (on_gpu()) {
     return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options,
-                                             std::span<const LayerHint>{}, ranks);
+                                             std::span<const LayerHint>{}, ranks, teacher);
   }
 #endif
   return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher, ranks);

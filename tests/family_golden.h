@@ -35,7 +35,11 @@ inline constexpr const char* kGoldenFamilies[] = {"llama3",
                                                   "llama_biases",
                                                   "llama_biases_relu",
                                                   "llama_ffn_83",
-                                                  "llama_mixed_dtypes"};
+                                                  "llama_mixed_dtypes",
+                                                  "arcee",
+                                                  "prosparse",
+                                                  "bamboo",
+                                                  "phonelm"};
 
 inline std::filesystem::path golden_family(const std::string& name) {
   return std::filesystem::path(TWELL_SOURCE_DIR) / "tests" / "golden" / "families" / name;

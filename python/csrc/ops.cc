@@ -6,10 +6,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <exception>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "python/csrc/ops.h"
 #include "python/csrc/plan.h"
@@ -92,17 +94,37 @@ int64_t plan_choose(int64_t handle, bool cuda, int64_t tokens, int64_t width, in
 
 }  // namespace
 
+namespace {
+
+// "relu", "relu2", "drelu", or "fatrelu:" and its threshold.
+std::pair<Activation, float> parse_op_activation(const std::string& text) {
+  const std::string name = text.substr(0, text.find(':'));
+  const bool fatrelu = name == "fatrelu" && name.size() < text.size();
+  TWELL_REQUIRE(fatrelu || text == "relu" || text == "relu2" || text == "drelu",
+                "activation '{}': the sparse ops take relu, relu2, drelu and fatrelu:THRESHOLD",
+                text);
+  if (!fatrelu) return {parse_activation(name, "activation"), 0.0f};
+  const std::string number = text.substr(name.size() + 1);
+  char* end = nullptr;
+  const float threshold = std::strtof(number.c_str(), &end);
+  TWELL_REQUIRE(!number.empty() && *end == '\0' && threshold >= 0.0f && threshold <= 1e6f,
+                "activation '{}': the threshold must be a number from 0 to 1e6", text);
+  return {Activation::kFatRelu, threshold};
+}
+
+}  // namespace
+
 LayerShape check_layer(const Tensor& x, const std::optional<Tensor>& w_gate, const Tensor& w_up,
                        const Tensor& w_down, const std::string& activation, ScalarType dtype) {
-  TWELL_REQUIRE(activation == "relu" || activation == "relu2",
-                "activation '{}': the sparse ops take relu and relu2", activation);
+  const auto [kind, threshold] = parse_op_activation(activation);
+  TWELL_REQUIRE(kind != Activation::kDRelu || w_gate.has_value(), "drelu needs w_gate");
   TWELL_REQUIRE(x.dim() >= 1 && w_up.dim() == 2 && w_down.dim() == 2,
                 "x, w_up and w_down have {}, {} and {} dimensions, expected [..., D], [F, D] and "
                 "[F, D]",
                 x.dim(), w_up.dim(), w_down.dim());
   const int64_t width = x.size(x.dim() - 1);
-  const LayerShape shape{width > 0 ? x.numel() / width : 0, width, w_up.size(0), w_gate.has_value(),
-                         activation == "relu2" ? Activation::kRelu2 : Activation::kRelu};
+  const LayerShape shape{
+      width > 0 ? x.numel() / width : 0, width, w_up.size(0), w_gate.has_value(), kind, threshold};
   const auto check = [&](const Tensor& w, const char* name) {
     TWELL_REQUIRE(w.dim() == 2 && w.size(0) == shape.ffn && w.size(1) == shape.width,
                   "{} is [{}, {}], expected [F, D] = [{}, {}], a neuron per row", name, w.size(0),

@@ -43,12 +43,12 @@ struct Weights {
   FfnWeights views;
 
   Weights(const std::optional<Tensor>& w_gate, const Tensor& w_up, const Tensor& w_down,
-          Activation activation)
+          const LayerShape& shape)
       : gate(w_gate ? row_major(*w_gate) : w_up), up(row_major(w_up)), down(row_major(w_down)) {
     if (w_gate) views.w_gate = view(gate);
     views.w_up = view(up);
     views.w_down = view(down);
-    views.activation = {.kind = activation};
+    views.activation = {.kind = shape.activation, .threshold = shape.threshold};
   }
 };
 
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cpu(Tensor x_in, std::optio
   const LayerShape shape = check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::Float);
   const std::shared_ptr<Plan> plan = find_plan(handle);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down, shape.activation);
+  const Weights weights(w_gate, w_up, w_down, shape);
   Tensor y = made_like(x);
   Tensor l1 = zeros(x, {}, ScalarType::Float);
   Tensor counts = zeros(x, {kCounts}, ScalarType::Long);
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cpu(
   const std::shared_ptr<Plan> plan = find_plan(handle);
   const Tensor x = row_major(x_in);
   const Tensor d_y = row_major(d_y_in);
-  const Weights weights(w_gate, w_up, w_down, shape.activation);
+  const Weights weights(w_gate, w_up, w_down, shape);
   Tensor d_x = made_like(x);
   Tensor d_w_gate = w_gate ? zeros(x, {shape.ffn, shape.width}, ScalarType::Float)
                            : zeros(x, {0}, ScalarType::Float);
@@ -168,7 +168,7 @@ Tensor ffn_cpu(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w_
   const LayerShape shape = check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::Float);
   const std::shared_ptr<Plan> plan = find_plan(handle);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down, shape.activation);
+  const Weights weights(w_gate, w_up, w_down, shape);
   Tensor y = made_like(x);
   const std::lock_guard lock(plan->runtime->mutex);
   plan->inference.policy = plan->policy;

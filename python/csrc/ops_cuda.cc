@@ -239,19 +239,29 @@ std::byte* bytes_of(const Tensor& t) { return static_cast<std::byte*>(t.mutable_
 struct Weights {
   std::optional<Tensor> gate;
   Tensor up, down;
-  Activation activation;
+  LayerShape shape;
 
   Weights(const std::optional<Tensor>& w_gate, const Tensor& w_up, const Tensor& w_down,
-          Activation kind)
-      : up(row_major(w_up)), down(row_major(w_down)), activation(kind) {
+          const LayerShape& of)
+      : up(row_major(w_up)), down(row_major(w_down)), shape(of) {
     if (w_gate) gate = row_major(*w_gate);
   }
   const __nv_bfloat16* gate_data() const { return gate ? bf16(*gate) : nullptr; }
-  FfnWeightsCuda view() const { return {gate_data(), bf16(up), bf16(down), activation}; }
+  FfnWeightsCuda view() const {
+    return {.w_gate = gate_data(),
+            .w_up = bf16(up),
+            .w_down = bf16(down),
+            .activation = shape.activation,
+            .threshold = shape.threshold};
+  }
 };
 
 FfnTrainShapeCuda train_shape(const LayerShape& shape) {
-  return {shape.tokens, shape.width, shape.ffn, shape.gated};
+  return {.max_tokens = shape.tokens,
+          .width = shape.width,
+          .ffn = shape.ffn,
+          .gated = shape.gated,
+          .activation = shape.activation};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cuda(Tensor x_in, std::optional<Tensor> w_gate,
@@ -263,7 +273,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_cuda(Tensor x_in, std::opti
       check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down, shape.activation);
+  const Weights weights(w_gate, w_up, w_down, shape);
   Tensor y = made_like(x);
   Tensor l1 = empty(x, {}, ScalarType::Float);
   Tensor counts = empty(x, {kCounts}, ScalarType::Long);
@@ -308,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ffn_train_backward_cuda_op(
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
   const Tensor d_y = row_major(d_y_in);
-  const Weights weights(w_gate, w_up, w_down, shape.activation);
+  const Weights weights(w_gate, w_up, w_down, shape);
   Tensor d_x = made_like(x);
   if (shape.tokens == 0) {
     const auto none = [&](const Tensor& w) {
@@ -355,7 +365,7 @@ Tensor ffn_cuda(Tensor x_in, std::optional<Tensor> w_gate, Tensor w_up, Tensor w
       check_layer(x_in, w_gate, w_up, w_down, activation, ScalarType::BFloat16);
   Call call(handle, x_in);
   const Tensor x = row_major(x_in);
-  const Weights weights(w_gate, w_up, w_down, shape.activation);
+  const Weights weights(w_gate, w_up, w_down, shape);
   Tensor y = made_like(x);
   if (shape.tokens == 0) return y;
   FfnPlanCuda& plan = call.counted(shape.ffn).inference[0];

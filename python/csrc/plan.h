@@ -45,6 +45,7 @@ struct LayerShape {
   int64_t tokens = 0, width = 0, ffn = 0;
   bool gated = true;
   Activation activation = Activation::kRelu;
+  float threshold = 0.0f;  // of fatrelu
 };
 
 struct Plan {

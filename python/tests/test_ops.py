@@ -26,9 +26,17 @@ def layer(tokens, width, neurons, gated, bias=0.0):
 
 
 def reference(x, w_gate, w_up, w_down, activation="relu"):
-    power = 2 if activation == "relu2" else 1
+    kind, _, threshold = activation.partition(":")
+    threshold = float(threshold or 0.0)
+    power = 2 if kind == "relu2" else 1
+
+    def f(v):
+        return torch.where(v > threshold, v, 0.0) ** power
+
     u = x @ w_up.t()
-    h = torch.relu(u) ** power if w_gate is None else torch.relu(x @ w_gate.t()) ** power * u
+    if kind == "drelu":
+        u = torch.relu(u)
+    h = f(u) if w_gate is None else f(x @ w_gate.t()) * u
     return h @ w_down, h.abs().sum()
 
 
@@ -49,8 +57,10 @@ SHAPES = [(1, 8, 8), (37, 64, 96), (129, 64, 256), (200, 72, 40)]
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [0.0, -1.5, -100.0])
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu:0.125", "drelu"])
 def test_forward_and_gradients(shape, gated, policy, bias, activation):
+    if activation == "drelu" and not gated:
+        pytest.skip("dReLU needs a gate")
     operands = leaves(layer(*shape, gated, bias), torch.float32)
     exact = leaves(operands, torch.float64)
     plan = twell.Plan(policy)
@@ -61,7 +71,7 @@ def test_forward_and_gradients(shape, gated, policy, bias, activation):
     assert_close(y, y_exact)
     assert_close(l1, l1_exact)
     gate = exact[0] @ (exact[1] if gated else exact[2]).t()
-    nnz = (gate > 0).sum(1)
+    nnz = (gate > float(activation.partition(":")[2] or 0.0)).sum(1)
     assert counts.tolist() == [shape[0], nnz.sum(), 0, nnz.max()]
     with torch.no_grad():
         assert_close(twell.ffn(*operands, plan, activation), y_exact)

@@ -154,6 +154,48 @@ def test_other_activations_stay_dense_with_a_notice(caplog):
     assert not twell.stats(smooth)
 
 
+class FATReLU(nn.Module):
+    """As the published models that have it define it."""
+
+    def __init__(self, threshold):
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x):
+        return torch.where(x > self.threshold, x, torch.zeros_like(x))
+
+
+class DoubleReLU(nn.Module):
+    """The layer of Bamboo, with ReLU on both projections."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = nn.ReLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
+
+
+@pytest.mark.parametrize("kind", ["fatrelu:0.01", "drelu"])
+def test_published_activations(kind):
+    own = model()
+    for block in own.model.layers:
+        if kind == "drelu":
+            block.mlp = DoubleReLU(block.mlp)
+        else:
+            block.mlp.act_fn = FATReLU(0.01)
+    patched = twell.patch(copy.deepcopy(own), policy="sparse")
+    assert {m._twell.activation for m in patched.modules() if hasattr(m, "_twell")} == {kind}
+    ids = tokens()
+    want, got = own(ids, labels=ids), patched(ids, labels=ids)
+    assert relative(got.logits, want.logits) < 1e-5
+    want.loss.backward()
+    got.loss.backward()
+    for a, b in zip(patched.parameters(), own.parameters()):
+        assert relative(a.grad, b.grad) < 1e-4
+
+
 def test_relufy_by_and_by():
     smooth = model(hidden_act="silu")
     ids = tokens()

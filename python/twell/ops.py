@@ -4,7 +4,8 @@
     gated       h = f(x w_gate^T) * (x w_up^T)    y = h w_down
     non-gated   h = f(x w_up^T)                   y = h w_down
 
-f is activation: "relu", or "relu2", its square.
+f is activation: "relu"; "relu2", its square; "fatrelu:T", x above the threshold T and 0 up to it; or
+"drelu", ReLU of both products of a gated layer.
 
 All weights keep a neuron per row: [F, D]. torch.nn.Linear stores a down projection as [D, F]; pass
 `down_proj.weight.t()`, which costs a transposing copy per pass unless the memory already lies

@@ -3,7 +3,8 @@
 L1 term needs.
 
 A layer is a module with gate_proj, up_proj and down_proj that computes
-`down_proj(act(gate_proj(x)) * up_proj(x))` (Llama, Mistral, Qwen2, Qwen3 and others), or a plain
+`down_proj(act(gate_proj(x)) * up_proj(x))` (Llama, Mistral, Qwen2, Qwen3 and others) or, with ReLU,
+`down_proj(act(gate_proj(x)) * act(up_proj(x)))` (Bamboo, TurboSparse without predictors), or a plain
 one of two matrices without biases, `down(act(up(x)))`, named up_proj/down_proj, fc1/fc2 or
 w_in/w_out.
 """
@@ -138,6 +139,14 @@ def _is_relu2(activation) -> bool:
     return type(activation).__name__ == "ReLUSquaredActivation"  # of transformers
 
 
+def _threshold(activation) -> float | None:
+    """The threshold of a FATReLU (ProSparse, MiniCPM-S, SparseLlama); None for others."""
+    if type(activation).__name__.lower() != "fatrelu":
+        return None
+    value = getattr(activation, "threshold", None)
+    return float(value) if value is not None and torch.tensor(value).numel() == 1 else None
+
+
 def _activation(module: nn.Module):
     """Name and value of the activation, or (None, None)."""
     for name in _ACTIVATION_NAMES:
@@ -180,7 +189,7 @@ def _why_dense(module: nn.Module, names) -> str:
     if "forward" in module.__dict__:
         return "its forward was replaced, by hooks of accelerate or another patch"
     _, activation = _activation(module)
-    if not _is_relu(activation) and not _is_relu2(activation):
+    if not (_is_relu(activation) or _is_relu2(activation) or _threshold(activation) is not None):
         kind = type(activation).__name__
         return f"its activation {kind} leaves no zeros to skip (twell.relufy replaces it)"
     if any(p is not None and p.bias is not None for p in (gate, up, down)):
@@ -194,17 +203,21 @@ def _why_dense(module: nn.Module, names) -> str:
         return f"{names[2]} is {tuple(down.weight.shape)}, expected {(width, neurons)}"
     if gate is not None and gate.weight.shape != up.weight.shape:
         return "its gate and up projections differ in shape"
-    return _why_other_formula(module, names, activation)
+    return _formula(module, names, activation)[1]
 
 
 @torch.no_grad()
-def _why_other_formula(module: nn.Module, names, activation) -> str:
-    """Compares the module's forward with the formula on a few tokens, because a module may have
-    these projections and compute something else."""
+def _formula(module: nn.Module, names, activation) -> tuple[str, str]:
+    """What the ops call the activation, and why they do not compute the module's forward (empty where
+    they do): compares that with the formulas on a few tokens, because a module may have these
+    projections and compute something else."""
+    kind = "relu2" if _is_relu2(activation) else "relu"
+    if (threshold := _threshold(activation)) is not None:
+        kind = f"fatrelu:{threshold!r}"
     gate, up, down = (getattr(module, n) if n is not None else None for n in names)
     weight = up.weight
     if weight.is_meta or type(weight.data) is not torch.Tensor:
-        return ""
+        return kind, ""
     x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=weight.dtype, device=weight.device)
     x = x.view(1, 2, weight.shape[1])
     was_training = module.training
@@ -212,15 +225,20 @@ def _why_other_formula(module: nn.Module, names, activation) -> str:
     try:
         got = module(x)
     except Exception as error:  # noqa: BLE001  (any failure means: not such a module)
-        return f"its forward does not take one tensor of tokens ({type(error).__name__})"
+        return kind, f"its forward does not take one tensor of tokens ({type(error).__name__})"
     finally:
         module.train(was_training)
-    hidden = activation(gate(x)) * up(x) if gate is not None else activation(up(x))
-    if not isinstance(got, torch.Tensor) or not torch.allclose(
-        got, down(hidden), rtol=1e-2, atol=1e-4
-    ):
-        return "its forward is not down(act(gate(x)) * up(x))"
-    return ""
+
+    def is_down_of(hidden):
+        return isinstance(got, torch.Tensor) and torch.allclose(
+            got, down(hidden), rtol=1e-2, atol=1e-4
+        )
+
+    if is_down_of(activation(gate(x)) * up(x) if gate is not None else activation(up(x))):
+        return kind, ""
+    if kind == "relu" and gate is not None and is_down_of(activation(gate(x)) * activation(up(x))):
+        return "drelu", ""
+    return kind, "its forward is not down(act(gate(x)) * up(x))"
 
 
 @torch.no_grad()
@@ -339,8 +357,8 @@ def patch(
             continue
         plan = Plan(policy, first)
         first = first or plan
+        activation = _formula(module, names, _activation(module)[1])[0]
         module.__class__ = _patched_class(type(module))
-        activation = "relu2" if _is_relu2(_activation(module)[1]) else "relu"
         object.__setattr__(module, "_twell", _Layer(name, plan, names, activation))
         if by_neuron:
             _lay_out_by_neuron(getattr(module, names[2]).weight, True)
@@ -390,7 +408,7 @@ def relufy(model: nn.Module, share: float = 1.0) -> nn.Module:
         raise ValueError(f"share {share} of ReLU: expected 0 to 1")
     for _, module, _ in list(_feed_forward_modules(model)):
         name, activation = _activation(module)
-        if _is_relu(activation) or _is_relu2(activation):
+        if _is_relu(activation) or _is_relu2(activation) or _threshold(activation) is not None:
             continue
         if share >= 1.0:
             setattr(module, name, nn.ReLU())

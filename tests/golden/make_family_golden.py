@@ -7,7 +7,8 @@ Writes, for each variant, a folder tests/golden/families/<variant>/ with config.
 model.safetensors (or shards) as transformers saves them, in the dtype of the variant, and
 golden.safetensors: for each length T in LENGTHS "ids.T" [T] int32 and "logits.T" [T, V] float32;
 "cross_entropy" [1] float64, the mean over ids.33 in nats; "greedy" [CONTEXT] int32, ids.7 continued
-by the most likely tokens.
+by the most likely tokens. What transformers does not have (ProSparse, Bamboo, PhoneLM) is one of its
+models with a part replaced as the model's description says.
 Needs torch, transformers, safetensors.  Run: python make_family_golden.py [VARIANT...]
 """
 import json
@@ -18,7 +19,8 @@ import sys
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+from torch import nn
+from transformers import (ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 OUT = pathlib.Path(__file__).parent / "families"
@@ -63,6 +65,61 @@ def sparse(config):
     config["hidden_act"] = "silu"
     config.update(sparsity_l1_coeff=2e-5, sparsity_gated_mlp=True, sparsity_do_track=True,
                   sparsity_new_intermediate_size=None, sparsity_use_hybrid_kernel=False)
+
+
+THRESHOLD = 0.1
+
+
+class FatReLU(nn.Module):
+    def forward(self, x):
+        return torch.where(x > THRESHOLD, x, 0.0)
+
+
+class DoubleReLU(nn.Module):
+    """The layer of Bamboo and TurboSparse, without their predictors."""
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x):
+        return self.down_proj(F.relu(self.gate_proj(x)) * F.relu(self.up_proj(x)))
+
+
+class RoundedRotary(nn.Module):
+    """PhoneLM keeps cos and sin in 8 bits, as 127ths of the largest."""
+    def __init__(self, rotary):
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x, position_ids):
+        return tuple((part * 127).round() / 127 for part in self.rotary(x, position_ids))
+
+
+def prosparse(config):
+    old_style(config)
+    config.update(model_type="sparsellama", architectures=["SparseLlamaForCausalLM"],
+                  hidden_act="fatrelu", hidden_act_param=THRESHOLD)
+
+
+def bamboo(config):
+    old_style(config)
+    config.update(model_type="bamboo", architectures=["BambooForCausalLM"])
+
+
+def phonelm(config):
+    old_style(config)
+    config.update(model_type="phonelm", architectures=["PhoneLMForCausalLM"])
+    del config["mlp_bias"], config["head_dim"]
+
+
+def replace_parts(model, edit):
+    for layer in model.model.layers:
+        if edit is prosparse:
+            layer.mlp.act_fn = FatReLU()
+        if edit is bamboo:
+            layer.mlp = DoubleReLU(layer.mlp)
+    if edit is phonelm:
+        model.model.rotary_emb = RoundedRotary(model.model.rotary_emb)
 
 
 # name: (config, model, arguments, dtype, changes to config.json, bytes per shard)
@@ -124,6 +181,17 @@ VARIANTS = {
     "llama_mixed_dtypes": (LlamaConfig, LlamaForCausalLM, dict(
         head_dim=8, hidden_act="relu", attention_bias=True, rope_parameters=rope("default")),
         torch.float32, mix_dtypes, None),
+    "arcee": (ArceeConfig, ArceeForCausalLM, dict(
+        head_dim=8, hidden_act="relu2", rope_parameters=rope(
+            "yarn", factor=4.0, original_max_position_embeddings=12)), torch.bfloat16, None, None),
+    "prosparse": (LlamaConfig, LlamaForCausalLM, dict(
+        head_dim=8, hidden_act="relu", intermediate_size=40, rope_parameters=rope("default")),
+        torch.bfloat16, prosparse, None),
+    "bamboo": (MistralConfig, MistralForCausalLM, dict(
+        head_dim=8, hidden_act="relu", sliding_window=9, rope_parameters=rope("default")),
+        torch.bfloat16, bamboo, None),
+    "phonelm": (LlamaConfig, LlamaForCausalLM, dict(
+        hidden_act="relu", rope_parameters=rope("default")), torch.bfloat16, phonelm, None),
 }
 
 
@@ -187,6 +255,7 @@ def main():
         # Load the saved model: converting the one above also rounded its rotary frequencies.
         model = model_class.from_pretrained(folder, dtype=torch.float64,
                                             attn_implementation="eager").eval()
+        replace_parts(model, edit)
         if edit:
             path = folder / "config.json"
             config = json.loads(path.read_text())

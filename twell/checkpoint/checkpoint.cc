@@ -119,6 +119,10 @@ bool may_be_extra(const std::string& name, const ModelConfig& config) {
   if (name.ends_with(".rotary_emb.inv_freq")) return true;
   // Counters of the published sparse models: "model.layers.0.mlp.tracker.last_activated".
   if (name.find("tracker.") != std::string::npos) return true;
+  // What TurboSparse guesses active neurons with; they are found exactly here.
+  if (config.family == Family::kBamboo && name.find(".mlp.predictor.") != std::string::npos) {
+    return true;
+  }
   return name == "lm_head.weight" && config.tied_embeddings;
 }
 

@@ -38,6 +38,10 @@ struct FamilySpec {
   int64_t head_dim = 0;         // 0: hidden_size / num_attention_heads
   int64_t window = 0;           // sliding_window when the key is absent; 0: none
   bool window_switch = false;   // the window applies only with use_sliding_window
+  bool gated = true;            // false: no layer has a gate, and there is no mlp_gated
+  std::string_view hidden_act = "silu";
+  bool up_relu = false;    // hidden_act is of both projections: "relu" is dReLU
+  double norm_eps = 1e-6;  // rms_norm_eps
 };
 constexpr FamilySpec kFamilies[] = {
     {.family = Family::kLlama,
@@ -84,6 +88,31 @@ constexpr FamilySpec kFamilies[] = {
      .head_dim = 128,
      .window = 4096,
      .window_switch = true},
+    {.family = Family::kArcee,
+     .model_type = "arcee",
+     .architecture = "ArceeForCausalLM",
+     .attention_bias = true,
+     .mlp_bias = true,
+     .context = 4096,
+     .gated = false,
+     .hidden_act = "relu2",
+     .norm_eps = 1e-5},
+    {.family = Family::kPhoneLm,
+     .model_type = "phonelm",
+     .architecture = "PhoneLMForCausalLM",
+     .attention_bias = true},
+    {.family = Family::kProSparse,
+     .model_type = "sparsellama",
+     .architecture = "SparseLlamaForCausalLM",
+     .attention_bias = true,
+     .mlp_bias = true},
+    {.family = Family::kBamboo,
+     .model_type = "bamboo",
+     .architecture = "BambooForCausalLM",
+     .context = 32768,
+     .kv_heads = 8,
+     .window = 4096,
+     .up_relu = true},
 };
 
 // InputError names the source and the supported families.
@@ -121,7 +150,8 @@ bool lists(std::string_view keys, std::string_view key) {
 constexpr std::string_view kRead =
     "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers "
     "num_attention_heads num_key_value_heads head_dim max_position_embeddings "
-    "original_max_position_embeddings hidden_act mlp_gated tie_word_embeddings rope_theta "
+    "original_max_position_embeddings hidden_act hidden_act_param mlp_gated tie_word_embeddings "
+    "rope_theta "
     "rope_scaling rope_parameters rms_norm_eps initializer_range bos_token_id eos_token_id "
     "sliding_window use_sliding_window max_window_layers layer_types";
 
@@ -320,8 +350,29 @@ void require_architecture(const JsonFields& fields, const FamilySpec& family) {
 Activation read_activation(const JsonFields& fields, const FamilySpec& family) {
   // The published sparse models still say "silu", but their model type means ReLU.
   if (family.sparse) return Activation::kRelu;
-  const std::string name = fields.text("hidden_act", "silu");  // the default of transformers
-  return parse_activation(name, fields.where() + ": hidden_act");
+  const std::string name = fields.text("hidden_act", std::string(family.hidden_act));
+  const Activation activation = parse_activation(name, fields.where() + ": hidden_act");
+  if (!family.up_relu) return activation;
+  TWELL_REQUIRE(activation == Activation::kRelu,
+                "{}: hidden_act \"{}\" is not supported with {}, whose layers have a ReLU on both "
+                "projections; supported is relu",
+                fields.where(), name, family.model_type);
+  return Activation::kDRelu;
+}
+
+// FATReLU's threshold; a value beside another activation has no meaning.
+double read_threshold(const JsonFields& fields, Activation activation) {
+  if (activation != Activation::kFatRelu) return 0.0;
+  TWELL_REQUIRE(fields.find("hidden_act_param") != nullptr,
+                "{}: hidden_act_param, the threshold of fatrelu, is missing", fields.where());
+  return fields.number("hidden_act_param", 0.0);
+}
+
+std::string_view hidden_act_of(const ModelConfig& config, const FamilySpec& family) {
+  if (!family.up_relu) return activation_name(config.activation);
+  TWELL_CHECK(config.activation == Activation::kDRelu, "a {} model with {}", family.model_type,
+              activation_name(config.activation));
+  return activation_name(Activation::kRelu);
 }
 
 void read_sizes(const JsonFields& fields, const FamilySpec& family, ModelConfig& config) {
@@ -443,7 +494,7 @@ void to_sparse(ordered_json& object, const ModelConfig& config, const std::strin
 
 void to_hugging_face(ordered_json& object, const ModelConfig& config) {
   set_family(object, family_spec(config.family));
-  object["hidden_act"] = activation_name(config.activation);
+  object["hidden_act"] = hidden_act_of(config, family_spec(config.family));
   object["intermediate_size"] = config.ffn;
   object.erase("auto_map");
   erase_keys(object, [](const std::string& key) { return key.starts_with("sparsity_"); });
@@ -476,14 +527,17 @@ ModelConfig parse_config(const json& object, const std::string& source) {
   config.mlp_bias = family.mlp_bias && fields.boolean("mlp_bias", false);
   config.qk_norm = family.qk_norm;
   config.activation = read_activation(fields, family);
+  config.activation_threshold = read_threshold(fields, config.activation);
   read_sizes(fields, family, config);
   read_window(fields, family, config);
   read_rope(fields, config);
   read_tokens(fields, config);
-  config.gated = fields.boolean("mlp_gated", true);
+  config.gated = fields.boolean("mlp_gated", family.gated);
+  TWELL_REQUIRE(family.gated || !config.gated, "{}: {} models have no gate, but mlp_gated is true",
+                source, family.model_type);
   if (family.sparse) read_sparsity(fields, config);
   config.tied_embeddings = fields.boolean("tie_word_embeddings", false);
-  config.norm_eps = fields.number("rms_norm_eps", 1e-6);
+  config.norm_eps = fields.number("rms_norm_eps", family.norm_eps);
   config.init_std = fields.number("initializer_range", 0.02);
   try {
     config.validate();
@@ -504,7 +558,7 @@ json config_to_json(const ModelConfig& config) {
   json object = {
       {"architectures", {family.architecture}},
       {"model_type", family.model_type},
-      {"hidden_act", activation_name(config.activation)},
+      {"hidden_act", hidden_act_of(config, family)},
       {"vocab_size", config.vocab_size},
       {"hidden_size", config.width},
       {"intermediate_size", config.ffn},
@@ -536,7 +590,10 @@ json config_to_json(const ModelConfig& config) {
       object["layer_types"].push_back(is_full ? "full_attention" : "sliding_attention");
     }
   }
-  if (!config.gated) object["mlp_gated"] = false;
+  if (config.activation == Activation::kFatRelu) {
+    object["hidden_act_param"] = config.activation_threshold;
+  }
+  if (!config.gated && family.gated) object["mlp_gated"] = false;
   return object;
 }
 

@@ -152,19 +152,32 @@ TEST(Config, WindowsOfSomeLayers) {
 }
 
 TEST(Config, FamiliesAndOptionsRoundTrip) {
-  for (const Family family : {Family::kLlama, Family::kMistral, Family::kQwen2, Family::kQwen3}) {
+  for (const Family family :
+       {Family::kLlama, Family::kMistral, Family::kQwen2, Family::kQwen3, Family::kArcee,
+        Family::kPhoneLm, Family::kProSparse, Family::kBamboo}) {
     ModelConfig config = preset_config("tiny");
     config.family = family;
     config.qkv_bias = family == Family::kQwen2;
     config.qk_norm = family == Family::kQwen3;
     config.head_dim = 128;
     config.activation = Activation::kGeluTanh;
+    if (family == Family::kBamboo) config.activation = Activation::kDRelu;
+    if (family == Family::kArcee) config.gated = false;
+    if (family == Family::kProSparse) {
+      config.activation = Activation::kFatRelu;
+      config.activation_threshold = 0.01;
+    }
     config.eos_token = 5;
     config.more_eos_tokens = {6, 7};
-    if (family != Family::kLlama) config.sliding_window = 64;
-    config.o_bias = family == Family::kLlama || family == Family::kQwen3;
+    config.sliding_window = family == Family::kMistral || family == Family::kQwen2 ||
+                                    family == Family::kQwen3 || family == Family::kBamboo
+                                ? 64
+                                : 0;
+    config.o_bias =
+        family != Family::kMistral && family != Family::kQwen2 && family != Family::kBamboo;
     config.qkv_bias = config.qkv_bias || config.o_bias;
-    config.mlp_bias = family == Family::kLlama;
+    config.mlp_bias =
+        family == Family::kLlama || family == Family::kArcee || family == Family::kProSparse;
     config.ffn = 83;
     EXPECT_EQ(parse_config(config_to_json(config), "x"), config);
     const RopeScaling scalings[] = {

@@ -24,7 +24,9 @@ constexpr Name kNames[] = {{"relu", Activation::kRelu},
                            {"gelu_fast", Activation::kGeluTanh},
                            {"gelu_accurate", Activation::kGeluTanh},
                            {"quick_gelu", Activation::kQuickGelu},
-                           {"relu2", Activation::kRelu2}};
+                           {"relu2", Activation::kRelu2},
+                           {"fatrelu", Activation::kFatRelu},
+                           {"drelu", Activation::kDRelu}};
 
 }  // namespace
 

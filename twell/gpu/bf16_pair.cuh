@@ -36,6 +36,17 @@ __device__ __forceinline__ uint32_t relu_bf16x2(float low, float high) {
 __device__ __forceinline__ uint32_t relu_bf16(float value) {
   return relu_bf16x2(value, 0.0f) & 0xffffu;
 }
+// Each half of a pair of values that are not negative, or 0 where its bits are at most `cut`; NaN
+// stays. FATReLU of a ReLU.
+__device__ __forceinline__ uint32_t above(uint32_t pair, uint32_t cut) {
+  if (cut == 0) return pair;
+  const uint32_t low = pair & 0xffffu, high = pair >> 16;
+  return (low > cut ? low : 0u) | (high > cut ? high << 16 : 0u);
+}
+// max(0, u) where `wanted`; NaN stays.
+__device__ __forceinline__ float relu_if(bool wanted, float u) {
+  return wanted && u <= 0.0f ? 0.0f : u;
+}
 // x * factor * by in each half.
 __device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t by, float factor) {
   const float2 v = to_floats(x), scale = to_floats(by);

@@ -107,6 +107,13 @@ void ModelConfig::validate() const {
   require_token("eos_token_id", eos_token, vocab_size);
   for (const int64_t token : more_eos_tokens) require_token("eos_token_id", token, vocab_size);
   require_rope_scaling(rope_scaling);
+  TWELL_REQUIRE(activation_threshold >= 0.0 && activation_threshold <= 1e6,
+                "the threshold of fatrelu must be between 0 and 1e6, got {}", activation_threshold);
+  TWELL_REQUIRE(activation == Activation::kFatRelu || activation_threshold == 0.0,
+                "a threshold of {} goes with fatrelu, not with {}", activation_threshold,
+                activation_name(activation));
+  TWELL_REQUIRE(activation != Activation::kDRelu || gated,
+                "drelu is for layers with a gate, and this model has none");
   TWELL_REQUIRE(sliding_window >= 0 && sliding_window <= kMaxContext,
                 "sliding_window must be between 1 and {}, or null, got {}", kMaxContext,
                 sliding_window);

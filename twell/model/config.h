@@ -13,7 +13,16 @@ namespace twell {
 
 // The family determines the names and keys of a checkpoint. The features of its layers are fields
 // of ModelConfig.
-enum class Family { kLlama, kMistral, kQwen2, kQwen3 };
+enum class Family {
+  kLlama,
+  kMistral,
+  kQwen2,
+  kQwen3,
+  kArcee,      // AFM: relu2 without a gate
+  kPhoneLm,    // rotations are rounded, see rotary.h
+  kProSparse,  // FATReLU
+  kBamboo,     // dReLU; TurboSparse too
+};
 
 // Scaling of rotary frequencies for contexts longer than in pretraining: transformers' rope_type
 // and its parameters.
@@ -59,7 +68,8 @@ struct ModelConfig {
 
   Family family = Family::kLlama;
   Activation activation = Activation::kRelu;
-  bool qkv_bias = false;  // on the query, key and value projections
+  double activation_threshold = 0.0;  // hidden_act_param, of fatrelu; 0 with any other
+  bool qkv_bias = false;              // on the query, key and value projections
   bool o_bias = false;    // on the attention's output projection too; only with qkv_bias
   bool mlp_bias = false;  // on the projections of the feed-forward layers
   bool qk_norm = false;   // RMSNorm over each head of queries and keys, before the rotation
@@ -77,6 +87,9 @@ struct ModelConfig {
   int64_t window_of(int64_t layer) const {
     const bool full = !full_attention.empty() && full_attention[static_cast<size_t>(layer)];
     return full ? 0 : sliding_window;
+  }
+  BlendedActivation blended_activation() const {
+    return {.kind = activation, .threshold = static_cast<float>(activation_threshold)};
   }
   int64_t parameter_count() const;
   // Forward FLOPs per token, averaged over a sequence of `seq` tokens, dense (2 per multiply-add).

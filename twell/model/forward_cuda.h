@@ -165,6 +165,7 @@ class ForwardCuda {
   bool sorts_rows() const;
   // Padded number of rows in matrix products: few different shapes need few plans.
   int64_t padded_tokens() const;
+  float threshold() const { return static_cast<float>(config_.activation_threshold); }
 
   CudaContext& ctx_;
   const ModelCuda& model_;

@@ -18,6 +18,9 @@ inline int64_t qkv_width(const ModelConfig& config) {
   return config.q_width() + 2 * config.kv_width();
 }
 
+// The heads that are rotated, and normalised where heads have norms.
+inline int64_t qk_width(const ModelConfig& config) { return config.q_width() + config.kv_width(); }
+
 // qkv [M, (H + 2 * H_kv) * hd]
 inline QkvViews split_qkv(const ModelConfig& config, MatrixF qkv) {
   const int64_t q = config.q_width(), kv = config.kv_width();

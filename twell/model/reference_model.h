@@ -135,6 +135,10 @@ class ReferenceModel {
         return z / (1.0 + std::exp(-1.702 * z));
       case Activation::kRelu2:
         return std::max(z, 0.0) * std::max(z, 0.0);
+      case Activation::kFatRelu:
+        return z > config_.activation_threshold ? z : 0.0;
+      case Activation::kDRelu:
+        return std::max(z, 0.0);
     }
     return 0.0;
   }
@@ -144,7 +148,8 @@ class ReferenceModel {
     for (size_t head = 0; head < x.size(); head += 2 * half) {
       for (size_t i = 0; i < half; ++i) {
         const double angle = static_cast<double>(position) * rotary_.radians[i];
-        const double c = rotary_.scale * std::cos(angle), s = rotary_.scale * std::sin(angle);
+        const double c = rounded_rotation(config_, rotary_.scale * std::cos(angle));
+        const double s = rounded_rotation(config_, rotary_.scale * std::sin(angle));
         double& a = x[head + i];
         double& b = x[head + half + i];
         const double rotated = a * c - b * s;
@@ -204,11 +209,14 @@ class ReferenceModel {
     const double* down = layer_param(layer, "mlp.down_proj");  // [F, D]
     int32_t nnz = 0;
     for (size_t f = 0; f < gate.size(); ++f) {
-      result.min_gate = std::min(result.min_gate, std::abs(gate[f]));
+      const bool doubled = config_.activation == Activation::kDRelu;
+      result.min_gate = std::min(result.min_gate, std::abs(gate[f] - config_.activation_threshold));
+      if (doubled) result.min_gate = std::min(result.min_gate, std::abs(up[f]));
       const double fired = activate(gate[f]);
       if (fired == 0.0) continue;
       ++nnz;
-      const double h = config_.gated ? fired * up[f] : fired;
+      const double factor = doubled ? std::max(up[f], 0.0) : up[f];
+      const double h = config_.gated ? fired * factor : fired;
       result.l1_sum[size(layer)] += std::abs(h);
       for (size_t d = 0; d < x.size(); ++d) x[d] += h * down[f * x.size() + d];
     }

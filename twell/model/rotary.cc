@@ -92,9 +92,19 @@ RotaryFrequencies rotary_frequencies(const ModelConfig& config) {
   return out;
 }
 
+double rounded_rotation(const ModelConfig& config, double value) {
+  return config.family == Family::kPhoneLm ? std::nearbyint(127.0 * value) / 127.0 : value;
+}
+
 RopeTable rope_table(const ModelConfig& config, int64_t positions) {
   const RotaryFrequencies frequencies = rotary_frequencies(config);
-  return RopeTable(positions, frequencies.radians, frequencies.scale);
+  RopeTable table(positions, frequencies.radians, frequencies.scale);
+  for (Buffer<float>* values : {&table.cos, &table.sin}) {
+    for (float& value : values->span()) {
+      value = static_cast<float>(rounded_rotation(config, static_cast<double>(value)));
+    }
+  }
+  return table;
 }
 
 }  // namespace twell

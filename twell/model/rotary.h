@@ -17,7 +17,9 @@ struct RotaryFrequencies {
 };
 RotaryFrequencies rotary_frequencies(const ModelConfig& config);
 
-// For positions [0, positions).
+// For positions [0, positions). PhoneLM rounds cos and sin to 127ths of the largest of a call; here
+// to 127ths of 1, which that is but for calls of few tokens.
+double rounded_rotation(const ModelConfig& config, double value);
 RopeTable rope_table(const ModelConfig& config, int64_t positions);
 
 }  // namespace twell

@@ -61,8 +61,6 @@ void require_shape(const ModelConfig& config, MicroBatchShape shape) {
   TWELL_REQUIRE(shape.length >= 1 && shape.length <= config.context,
                 "a sequence length of {} does not fit the model's context of {}", shape.length,
                 config.context);
-  TWELL_REQUIRE(!config.mlp_bias,
-                "feed-forward layers with biases (mlp_bias) run, but are not trained");
   // With this bound and the limits of a configuration, no size in bytes overflows.
   constexpr int64_t kMaxTokens = int64_t{1} << 24;
   TWELL_REQUIRE(shape.sequences <= kMaxTokens / shape.length,

@@ -27,11 +27,12 @@ namespace twell {
 struct LayerActivationsCuda {
   __nv_bfloat16* attention_in = nullptr;      // [M, D] residual stream before the attention
   __nv_bfloat16* attention_normed = nullptr;  // [M, D]
-  __nv_bfloat16* qkv = nullptr;               // [M, (H + 2 * H_kv) * hd], queries and keys rotated
-  float* logsumexp = nullptr;                 // [B, H, T]
-  __nv_bfloat16* attended = nullptr;          // [M, H * hd]
-  __nv_bfloat16* ffn_in = nullptr;            // [M, D] residual stream before the FFN
-  __nv_bfloat16* ffn_normed = nullptr;        // [M, D]
+  __nv_bfloat16* qk_in = nullptr;       // [M, (H + H_kv) * hd] input of the q/k norms, or null
+  __nv_bfloat16* qkv = nullptr;         // [M, (H + 2 * H_kv) * hd], queries and keys rotated
+  float* logsumexp = nullptr;           // [B, H, T]
+  __nv_bfloat16* attended = nullptr;    // [M, H * hd]
+  __nv_bfloat16* ffn_in = nullptr;      // [M, D] residual stream before the FFN
+  __nv_bfloat16* ffn_normed = nullptr;  // [M, D]
 };
 
 struct ActivationViewsCuda {
@@ -39,14 +40,18 @@ struct ActivationViewsCuda {
   __nv_bfloat16* delta = nullptr;            // [M, D] what a block adds to the residual stream
   __nv_bfloat16* final_in = nullptr;         // [M, D]
   __nv_bfloat16* normed = nullptr;           // [M, D] shared: a block's normalised input
-  __nv_bfloat16* mask = nullptr;             // [M, document_mask_row(T)] or null
+  // [M, document_mask_row(T)] of layers without and with a sliding window; null where no layer has
+  // such a mask.
+  __nv_bfloat16 *mask = nullptr, *window_mask = nullptr;
   // Gradients with the forward pass's names, of one layer at a time.
   __nv_bfloat16* d_residual = nullptr;  // [M, D]
   __nv_bfloat16* d_normed = nullptr;    // [M, D]
   __nv_bfloat16* d_delta = nullptr;     // [M, D] d_residual in the order of rows_by_id
   float* losses = nullptr;              // [M]
+  float* kl = nullptr;                  // [M], null without a teacher
   float* partial = nullptr;             // partial sums over tokens, for norm weights and biases
   // In Buffers::scratch. Nothing here outlives the attention of a layer.
+  __nv_bfloat16* qk_in = nullptr;       // [M, (H + H_kv) * hd], shared
   __nv_bfloat16* qkv = nullptr;         // [M, (H + 2 * H_kv) * hd], shared
   __nv_bfloat16* d_qkv = nullptr;       // [M, (H + 2 * H_kv) * hd]
   __nv_bfloat16* d_attended = nullptr;  // [M, H * hd]
@@ -101,6 +106,20 @@ bool makes_again(const TrainingPlanCuda& plan, RecomputeLevel of) {
   return plan.recompute.of_layer(0) >= of;
 }
 
+// The sliding window of a layer; 0: it attends to the whole sequences.
+int64_t window_of(const ModelConfig& config, int64_t layer, int64_t length) {
+  const int64_t window = config.window_of(layer);
+  return window < length ? window : 0;
+}
+
+// Whether a layer has a window, or one has none.
+bool any_layer(const ModelConfig& config, int64_t length, bool with_window) {
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    if ((window_of(config, layer, length) > 0) == with_window) return true;
+  }
+  return false;
+}
+
 ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& plan,
                           NamedCarver& carver) {
   constexpr const char* kStream = "activations: residual stream, norms";
@@ -113,7 +132,13 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   carver.array(kStream, row, views.final_in);
   carver.array(kStream, row, views.normed);
   if (plan.document_mask) {
-    carver.array("document mask", tokens * document_mask_row(plan.shape.length), views.mask);
+    const int64_t values = tokens * document_mask_row(plan.shape.length);
+    if (any_layer(config, plan.shape.length, false)) {
+      carver.array("document mask", values, views.mask);
+    }
+    if (any_layer(config, plan.shape.length, true)) {
+      carver.array("document mask", values, views.window_mask);
+    }
   }
   views.layers.resize(static_cast<size_t>(config.layers));
   __nv_bfloat16* shared_ffn_in = nullptr;
@@ -126,6 +151,7 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
     carver.array(kAttention, tokens * config.q_width(), layer.attended);
     if (level < RecomputeLevel::kQkv) {
       carver.array(kAttention, tokens * qkv_width(config), layer.qkv);
+      if (config.qk_norm) carver.array(kAttention, tokens * qk_width(config), layer.qk_in);
     }
     layer.ffn_in = shared_ffn_in;
     if (level < RecomputeLevel::kInputs) carver.array(kStream, row, layer.ffn_in);
@@ -140,9 +166,14 @@ ActivationViewsCuda carve(const ModelConfig& config, const TrainingPlanCuda& pla
   views.d_delta = views.delta;
   if (makes_again(plan, RecomputeLevel::kInputs)) carver.array(kGradients, row, views.d_delta);
   carver.array(kGradients, tokens, views.losses);
+  if (plan.distills) carver.array(kGradients, tokens, views.kl);
   int64_t partials = rms_norm_backward_partials(tokens) * config.width;
   if (config.qkv_bias) {
-    partials = std::max(partials, bias_backward_partials(tokens) * qkv_width(config));
+    const int64_t most = std::max(qkv_width(config), config.o_bias ? config.width : 0);
+    partials = std::max(partials, bias_backward_partials(tokens) * most);
+  }
+  if (config.qk_norm) {
+    partials = std::max(partials, 2 * head_norm_backward_partials(tokens) * config.head_dim);
   }
   carver.array(kGradients, partials, views.partial);
   return views;
@@ -154,9 +185,12 @@ void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, Na
   const int64_t tokens = plan.shape.tokens();
   if (makes_again(plan, RecomputeLevel::kQkv)) {
     carver.array(kScratch, tokens * qkv_width(config), views.qkv);
+    if (config.qk_norm) carver.array(kScratch, tokens * qk_width(config), views.qk_in);
     for (size_t i = 0; i < views.layers.size(); ++i) {
       const RecomputeLevel level = plan.recompute.of_layer(static_cast<int64_t>(i));
-      if (level >= RecomputeLevel::kQkv) views.layers[i].qkv = views.qkv;
+      if (level < RecomputeLevel::kQkv) continue;
+      views.layers[i].qkv = views.qkv;
+      views.layers[i].qk_in = views.qk_in;
     }
   }
   carver.array(kScratch, tokens * qkv_width(config), views.d_qkv);
@@ -178,7 +212,9 @@ FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainingPlanCuda& p
   return {.max_tokens = plan.shape.tokens(),
           .width = config.width,
           .ffn = config.ffn,
-          .gated = config.gated};
+          .gated = config.gated,
+          .biased = config.mlp_bias,
+          .activation = config.activation};
 }
 
 // Allocations of cuBLAS and the backward pass of cuDNN's attention: a workspace; gradients of
@@ -203,8 +239,9 @@ int64_t scratch_bytes(const CudaContext& ctx, const ModelConfig& config,
   NamedCarver attention(nullptr, kAlignBytes);
   ActivationViewsCuda unused;
   carve_attention(config, plan, attention, unused);
-  const int64_t others = std::max(attention.bytes(), CrossEntropyWorkspaceCuda::bytes_needed(
-                                                         plan.shape.tokens(), config.vocab_size));
+  const int64_t others =
+      std::max(attention.bytes(), CrossEntropyWorkspaceCuda::bytes_needed(
+                                      plan.shape.tokens(), config.vocab_size, plan.distills));
   return std::max(FfnTrainWorkspaceCuda::bytes_needed(ctx, ffn_shape(config, plan), hybrid),
                   FfnTrainWorkspaceCuda::kOwnBytes + others);
 }
@@ -246,7 +283,7 @@ void TrainingCuda::Buffers::make_scratch(CudaContext& ctx, const ModelConfig& co
   scratch_hybrid = hybrid;
   ffn_workspace.emplace(ctx, ffn_shape(config, plan), hybrid, scratch.data());
   std::byte* const others = scratch.data() + FfnTrainWorkspaceCuda::kOwnBytes;
-  head.emplace(plan.shape.tokens(), config.vocab_size, others);
+  head.emplace(plan.shape.tokens(), config.vocab_size, others, plan.distills);
   NamedCarver carver(others, kAlignBytes);
   carve_attention(config, plan, carver, views);
 }
@@ -384,25 +421,12 @@ void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_
 }
 
 std::string cuda_training_unsupported(const ModelConfig& config, int64_t length) {
-  if (!leaves_zeros(config.activation)) {
-    return "the GPU trains feed-forward layers with relu and relu2 only; use --device cpu";
-  }
-  if (config.qk_norm) {
-    return "the GPU trains no norms over heads (QK-norm) yet; use --device cpu";
-  }
-  if (config.o_bias || config.mlp_bias) {
-    return "the GPU trains biases on queries, keys and values only; use --device cpu";
-  }
-  if (config.ffn % 8 != 0) {
+  if (config.mlp_bias && config.ffn % 8 != 0) {
     return fmt::format(
-        "the GPU trains an intermediate_size that is a multiple of 8, got {}; use --device cpu",
+        "the GPU trains feed-forward layers with biases (mlp_bias) where the intermediate_size is "
+        "a "
+        "multiple of 8, got {}; use --device cpu",
         config.ffn);
-  }
-  if (config.sliding_window > 0 && length > config.sliding_window) {
-    return fmt::format(
-        "the GPU trains sequences of at most the sliding_window of {}, got {}; use shorter ones or "
-        "--device cpu",
-        config.sliding_window, length);
   }
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
   const std::string why = attention_train_unsupported(config.head_dim, length);
@@ -460,14 +484,9 @@ class TrainingCuda::Pass {
   using LayerGrads = LayerMatrices<float>;
 
   void forward() {
-    if (views_.mask != nullptr) {
-      TWELL_CUDA_CHECK(launch_document_mask({.sequences = shape_.sequences,
-                                             .length = shape_.length,
-                                             .begins = targets_ + 2 * tokens_,
-                                             .mask = views_.mask},
-                                            ctx_.stream()));
-      done(TrainingStage::kAttention);
-    }
+    if (views_.mask != nullptr) make_mask(views_.mask, 0);
+    if (views_.window_mask != nullptr) make_mask(views_.window_mask, config_.sliding_window);
+    if (documents()) done(TrainingStage::kAttention);
     await_weights(-1);
     TWELL_CUDA_CHECK(launch_embedding({.tokens = tokens_,
                                        .width = config_.width,
@@ -486,7 +505,7 @@ class TrainingCuda::Pass {
         norm(views_.layers[layer - 1].ffn_in, w.attention_norm, a.attention_normed, a.attention_in,
              {.delta = ffn_rows_});
       }
-      attention_block_forward(w, a);
+      attention_block_forward(layer, w, a);
       norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in, {.y = ffn_rows_});
       feed_forward_forward(layer, w, a);
     }
@@ -497,6 +516,8 @@ class TrainingCuda::Pass {
 
   // The loss includes the head, never stores all logits, and also computes the head's gradients.
   void loss(bool backward) {
+    TeacherCuda teacher = pass_.teacher;
+    teacher.kl = views_.kl;
     cross_entropy_cuda(ctx_,
                        {.tokens = tokens_,
                         .width = config_.width,
@@ -509,7 +530,8 @@ class TrainingCuda::Pass {
                         .sum = pass_.loss,
                         .d_x = backward ? views_.d_normed : nullptr,
                         .d_weight = backward ? grads_.head.data : nullptr,
-                        .add = pass_.add},
+                        .add = pass_.add,
+                        .teacher = teacher},
                        *buffers_.head);
     done(TrainingStage::kHead);
   }
@@ -526,7 +548,7 @@ class TrainingCuda::Pass {
       ffn_input_again(level, w, a);
       feed_forward_backward(layer, w, a, d);
       norm_backward(a.ffn_in, w.ffn_norm, views_.d_residual, d.ffn_norm, {.d_y = ffn_rows_});
-      attention_block_backward(level, w, a, d);
+      attention_block_backward(layer, level, w, a, d);
       norm_backward(a.attention_in, w.attention_norm, views_.d_residual, d.attention_norm,
                     {.d_delta = layer == 0 ? nullptr : ffn_rows_});
       backward_done(static_cast<int64_t>(layer));
@@ -585,48 +607,97 @@ class TrainingCuda::Pass {
     done(TrainingStage::kNorm);
   }
 
-  void attention_block_forward(const LayerWeights& w, const LayerActivationsCuda& a) {
+  // Of the micro-batch staged last.
+  void make_mask(__nv_bfloat16* mask, int64_t window) {
+    TWELL_CUDA_CHECK(launch_document_mask({.sequences = shape_.sequences,
+                                           .length = shape_.length,
+                                           .begins = targets_ + 2 * tokens_,
+                                           .mask = mask,
+                                           .window = window},
+                                          ctx_.stream()));
+  }
+
+  void attention_block_forward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a) {
     project_qkv(w, a);
-    attention_train_forward(ctx_, {.shape = attention_shape(),
+    attention_train_forward(ctx_, {.shape = attention_shape(layer),
                                    .qkv = a.qkv,
                                    .out = a.attended,
                                    .logsumexp = a.logsumexp,
-                                   .mask = views_.mask});
-    linear_forward(a.attended, w.w_o, views_.delta);
+                                   .mask = mask_of(layer)});
+    project_attended(w, a);
     done(TrainingStage::kAttention);
   }
 
   void project_qkv(const LayerWeights& w, const LayerActivationsCuda& a) {
     linear_forward(a.attention_normed, w.w_qkv, a.qkv);
-    rotate(a.qkv, w.b_qkv, /*inverse=*/false);
+    if (w.q_norm != nullptr) {
+      TWELL_CUDA_CHECK(launch_head_norm({.tokens = tokens_,
+                                         .heads = config_.heads,
+                                         .kv_heads = config_.kv_heads,
+                                         .head_dim = config_.head_dim,
+                                         .bias = device_bf16(w.b_qkv),
+                                         .q_norm = device_bf16(w.q_norm),
+                                         .k_norm = device_bf16(w.k_norm),
+                                         .qkv = a.qkv,
+                                         .eps = eps(),
+                                         .kept = a.qk_in},
+                                        ctx_.stream()));
+    }
+    rotate(a.qkv, w.q_norm == nullptr ? w.b_qkv : nullptr, /*inverse=*/false);
     done(TrainingStage::kProjections);
   }
 
-  void attention_block_backward(RecomputeLevel level, const LayerWeights& w,
+  void project_attended(const LayerWeights& w, const LayerActivationsCuda& a) {
+    linear_forward(a.attended, w.w_o, views_.delta);
+    if (w.b_o == nullptr) return;
+    TWELL_CUDA_CHECK(launch_bias_forward(
+        {.tokens = tokens_, .width = config_.width, .bias = device_bf16(w.b_o), .x = views_.delta},
+        ctx_.stream()));
+  }
+
+  void bias_backward(const __nv_bfloat16* d_y, int64_t width, float* d_bias) {
+    TWELL_CUDA_CHECK(launch_bias_backward({.tokens = tokens_,
+                                           .width = width,
+                                           .d_y = d_y,
+                                           .d_bias = d_bias,
+                                           .partial = views_.partial},
+                                          ctx_.stream()));
+  }
+
+  void attention_block_backward(size_t layer, RecomputeLevel level, const LayerWeights& w,
                                 const LayerActivationsCuda& a, const LayerGrads& d) {
+    if (d.b_o != nullptr) bias_backward(views_.d_residual, config_.width, d.b_o);
     linear_backward(a.attended, w.w_o, views_.d_residual, views_.d_attended, d.w_o);
     done(TrainingStage::kProjections);
     if (level >= RecomputeLevel::kNorms) {
       norm(a.attention_in, w.attention_norm, a.attention_normed);
     }
     if (level >= RecomputeLevel::kQkv) project_qkv(w, a);
-    attention_train_backward(ctx_, {.shape = attention_shape(),
+    attention_train_backward(ctx_, {.shape = attention_shape(layer),
                                     .qkv = a.qkv,
                                     .out = a.attended,
                                     .logsumexp = a.logsumexp,
                                     .d_out = views_.d_attended,
                                     .d_qkv = views_.d_qkv,
-                                    .mask = views_.mask});
+                                    .mask = mask_of(layer)});
     done(TrainingStage::kAttention);
     rotate(views_.d_qkv, nullptr, /*inverse=*/true);
-    if (d.b_qkv != nullptr) {
-      TWELL_CUDA_CHECK(launch_bias_backward({.tokens = tokens_,
-                                             .width = qkv_width(config_),
-                                             .d_y = views_.d_qkv,
-                                             .d_bias = d.b_qkv,
-                                             .partial = views_.partial},
-                                            ctx_.stream()));
+    if (d.q_norm != nullptr) {
+      TWELL_CUDA_CHECK(launch_head_norm_backward({.tokens = tokens_,
+                                                  .heads = config_.heads,
+                                                  .kv_heads = config_.kv_heads,
+                                                  .head_dim = config_.head_dim,
+                                                  .kept = a.qk_in,
+                                                  .q_norm = device_bf16(w.q_norm),
+                                                  .k_norm = device_bf16(w.k_norm),
+                                                  .d_qkv = views_.d_qkv,
+                                                  .d_q_norm = d.q_norm,
+                                                  .d_k_norm = d.k_norm,
+                                                  .partial = views_.partial,
+                                                  .eps = eps()},
+                                                 ctx_.stream()));
     }
+    if (d.b_qkv != nullptr) bias_backward(views_.d_qkv, qkv_width(config_), d.b_qkv);
     linear_backward(a.attention_normed, w.w_qkv, views_.d_qkv, views_.d_normed, d.w_qkv);
     done(TrainingStage::kProjections);
   }
@@ -636,6 +707,7 @@ class TrainingCuda::Pass {
     FfnTrainForwardCuda problem;
     problem.tokens = tokens_;
     problem.weights = ffn_weights(w);
+    problem.relu_share = pass_.relu_share;
     problem.x = a.ffn_normed;
     problem.y = views_.delta;
     if (pass_.counts != nullptr) problem.counts = pass_.counts + at;
@@ -647,7 +719,7 @@ class TrainingCuda::Pass {
 
   void ffn_input_again(RecomputeLevel level, const LayerWeights& w, const LayerActivationsCuda& a) {
     if (level >= RecomputeLevel::kInputs) {
-      linear_forward(a.attended, w.w_o, views_.delta);
+      project_attended(w, a);
       done(TrainingStage::kProjections);
       norm(a.attention_in, w.ffn_norm, a.ffn_normed, a.ffn_in, {.y = ffn_rows_});
     } else if (level == RecomputeLevel::kNorms) {
@@ -660,6 +732,7 @@ class TrainingCuda::Pass {
     ffn_train_backward_cuda(ctx_,
                             {.tokens = tokens_,
                              .weights = ffn_weights(w),
+                             .relu_share = pass_.relu_share,
                              .x = a.ffn_normed,
                              .d_y = ffn_rows_ == nullptr ? views_.d_residual : views_.d_delta,
                              .l1_scale = pass_.l1_scale,
@@ -667,7 +740,10 @@ class TrainingCuda::Pass {
                              .grads = {.w_gate = d.ffn.w_gate.data,
                                        .w_up = d.ffn.w_up.data,
                                        .w_down = d.ffn.w_down.data,
-                                       .add = pass_.add}},
+                                       .add = pass_.add,
+                                       .b_gate = d.ffn.b_gate,
+                                       .b_up = d.ffn.b_up,
+                                       .b_down = d.ffn.b_down}},
                             buffers_.ffn[layer], *buffers_.ffn_workspace);
     done(TrainingStage::kFfn);
   }
@@ -723,6 +799,12 @@ class TrainingCuda::Pass {
       clear(d.attention_norm, config_.width);
       clear(d.ffn_norm, config_.width);
       clear(d.b_qkv, qkv_width(config_));
+      clear(d.b_o, config_.width);
+      clear(d.q_norm, config_.head_dim);
+      clear(d.k_norm, config_.head_dim);
+      clear(d.ffn.b_gate, config_.ffn);
+      clear(d.ffn.b_up, config_.ffn);
+      clear(d.ffn.b_down, config_.width);
     }
     clear(grads_.final_norm, config_.width);
   }
@@ -731,15 +813,27 @@ class TrainingCuda::Pass {
     return {.w_gate = device_bf16(w.ffn.w_gate.data),
             .w_up = device_bf16(w.ffn.w_up.data),
             .w_down = device_bf16(w.ffn.w_down.data),
-            .activation = config_.activation};
+            .activation = pass_.activation.value_or(config_.activation),
+            .b_gate = device_bf16(w.ffn.b_gate),
+            .b_up = device_bf16(w.ffn.b_up),
+            .b_down = device_bf16(w.ffn.b_down),
+            .threshold = static_cast<float>(config_.activation_threshold)};
   }
-  AttentionTrainShape attention_shape() const {
+  bool documents() const { return views_.mask != nullptr || views_.window_mask != nullptr; }
+  int64_t window_of(size_t layer) const {
+    return twell::window_of(config_, static_cast<int64_t>(layer), shape_.length);
+  }
+  const __nv_bfloat16* mask_of(size_t layer) const {
+    return window_of(layer) > 0 ? views_.window_mask : views_.mask;
+  }
+  AttentionTrainShape attention_shape(size_t layer) const {
     return {.sequences = shape_.sequences,
             .length = shape_.length,
             .heads = config_.heads,
             .kv_heads = config_.kv_heads,
             .head_dim = config_.head_dim,
-            .document_mask = views_.mask != nullptr};
+            .document_mask = documents(),
+            .window = documents() ? 0 : window_of(layer)};
   }
   float eps() const { return static_cast<float>(config_.norm_eps); }
   void await_weights(int64_t layer) const {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -37,6 +38,7 @@ struct TrainingPlanCuda {
   std::vector<FfnExpectation> ffn = {};  // [L] at first; empty: dense
   // Layers may become hybrid later, where that is supported. Only memory_plan uses this.
   bool may_become_hybrid = false;
+  bool distills = false;  // passes may have a teacher
 };
 
 // Parts of a pass, forward and backward, for timing.
@@ -53,6 +55,12 @@ struct TrainingPassCuda {
   CrossEntropySum* loss = nullptr;       // one value, added to
   FfnTrainCountsCuda* counts = nullptr;  // [L] added to
   uint8_t* active = nullptr;             // [L, F], set to 1 where a neuron fires
+  // While a model is moved to ReLU: the activation in place of its own, blended with a share of
+  // ReLU (one value). Layers are dense then.
+  std::optional<Activation> activation = {};
+  const float* relu_share = nullptr;
+  // Distillation, without the place for kl: the hidden states of the micro-batch staged last.
+  TeacherCuda teacher = {};
   // Called while forward is enqueued, before what reads the weights of a layer first, in order: -1
   // for the embedding, L for the final norm and the head.
   std::function<void(int64_t layer)> before_layer = {};
@@ -89,7 +97,8 @@ class TrainingCuda {
              std::span<const int64_t> documents = {});
   // Forward and backward of the micro-batch staged last.
   void forward_backward(const TrainingPassCuda& pass);
-  // Its loss alone. Reads pass.weights and adds to pass.loss only.
+  // Its loss alone, with the model's own activation and without a teacher. Reads pass.weights and
+  // adds to pass.loss only.
   void evaluate(const TrainingPassCuda& pass);
 
   // Memory that a layer's FFN keeps from forward to backward when it is prepared for this.

@@ -82,7 +82,7 @@ void for_each_parameter(const ModelConfig& config, ModelMatrices<T, View>& model
       bias("mlp.up_proj", layer.ffn.b_up, config.ffn);
       bias("mlp.down_proj", layer.ffn.b_down, width);
     }
-    layer.ffn.activation = {config.activation};
+    layer.ffn.activation = config.blended_activation();
   }
   vector("model.norm.weight", model.final_norm, width);
   model.head = model.embedding;
@@ -157,7 +157,7 @@ ModelView::ModelView(const ModelConfig& config_in, std::vector<WeightMatrix> par
 
 void ModelView::set_activation(Activation activation) {
   config.activation = activation;
-  for (auto& layer : stored.layers) layer.ffn.activation = {activation};
+  for (auto& layer : stored.layers) layer.ffn.activation = config.blended_activation();
 }
 
 Model::Model(const ModelConfig& config_in)
@@ -169,7 +169,9 @@ Model::Model(const ModelConfig& config_in)
 
 void Model::set_activation(Activation activation) {
   ModelView::set_activation(activation);
-  for (LayerMatrices<const float>& layer : weights.layers) layer.ffn.activation = {activation};
+  for (LayerMatrices<const float>& layer : weights.layers) {
+    layer.ffn.activation = config.blended_activation();
+  }
 }
 
 void init_weights(Context& ctx, Model& model, uint64_t seed) {

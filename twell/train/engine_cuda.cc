@@ -25,6 +25,7 @@ const ModelConfig& supported(const ModelConfig& config, const TrainOptions& opti
 struct StepValues {
   AdamWCoefficients adamw{};
   float l1_scale = 0.0f;
+  float relu_share = 0.0f;
 };
 
 // A block of page-locked memory and its copy on the device.
@@ -110,14 +111,15 @@ class TrainEngineCuda::Replay {
 
 TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
                                  const TrainOptions& options, std::span<const LayerHint> hints,
-                                 Communicator* ranks)
+                                 Communicator* ranks, const Model* teacher)
     : TrainEngine(model, ranks),
       ctx_(ctx),
       options_(options),
       free_at_start_(free_device_bytes()),
       training_(ctx, supported(model.config, options),
                 training_plan(ctx, model.config, options, hints),
-                OptimizerCuda::bytes_needed(model.flat.size(), options)),
+                OptimizerCuda::bytes_needed(model.flat.size(), options) +
+                    teacher_bytes(ctx, model.config, options)),
       nccl_(ranks == nullptr ? nullptr : std::make_unique<NcclCommunicator>(*ranks)),
       optimizer_(ctx, model, options, layout_, nccl_.get()),
       report_(std::make_unique<Report>(model.config)),
@@ -131,6 +133,16 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
       validation_ = std::make_unique<ValidationWindows>(
           *shards, ValidationOptions{options.validation_sequences, options.sequence_length});
     }
+  }
+  TWELL_CHECK((teacher != nullptr) == (options.distill > 0.0), "a distillation share of {} {}",
+              options.distill, teacher == nullptr ? "without a teacher" : "with a teacher");
+  if (teacher != nullptr) {
+    TWELL_CHECK(teacher->config.vocab_size == model.config.vocab_size,
+                "a teacher of {} tokens for a model of {}", teacher->config.vocab_size,
+                model.config.vocab_size);
+    teacher_ = std::make_unique<TeacherForwardCuda>(
+        ctx, *teacher, MicroBatchShape{options.micro_batch, options.sequence_length});
+    pass_.teacher = teacher_->of_share(options.distill);
   }
   std::byte* const block = report_->block.device();
   pass_.weights = optimizer_.weights();
@@ -164,9 +176,16 @@ int64_t TrainEngineCuda::replayed() const {
   return replays_[0]->replayed() + replays_[1]->replayed();
 }
 
-void TrainEngineCuda::prepare(std::span<const LayerHint> hints) {
+void TrainEngineCuda::prepare(const StepRequest& request) {
+  const bool blends = request.relu_share && *request.relu_share < 1.0;
+  ModelConfig config = model_.config;
+  if (blends) config.activation = options_.relufy_from;
+  const bool other_activation = blends != pass_.activation.has_value();
+  pass_.activation = blends ? std::optional(config.activation) : std::nullopt;
+  pass_.relu_share = blends ? &report_->device_values()->relu_share : nullptr;
   const bool changed =
-      training_.prepare(expected_executions(ctx_, model_.config, options_, hints)) || !prepared_;
+      training_.prepare(expected_executions(ctx_, config, options_, request.hints)) ||
+      other_activation || !prepared_;
   if (changed) {
     for (const auto& replay : replays_) replay->clear();
   }
@@ -222,7 +241,7 @@ void TrainEngineCuda::enqueue_micro_batch(bool first, bool last) {
 }
 
 StepOutcome TrainEngineCuda::step(const StepRequest& request) {
-  prepare(request.hints);
+  prepare(request);
   AdamW adamw;
   adamw.learning_rate = request.learning_rate;
   adamw.beta1 = options_.beta1;
@@ -235,6 +254,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   values.l1_scale =
       static_cast<float>(request.l1_coeff) /
       (static_cast<float>(model_.config.layers) * static_cast<float>(options_.batch_tokens));
+  values.relu_share = static_cast<float>(request.relu_share.value_or(1.0));
   std::memcpy(report_->values.host(), &values, sizeof(values));
   report_->values.to_device(ctx_.stream());
   const Mirrored& block = report_->block;
@@ -242,6 +262,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   const int64_t count = own_micro_batches();
   for (int64_t i = 0; i < count; ++i) {
     next_batch(request.step, layout_.rank() + i * layout_.ranks());
+    if (teacher_ != nullptr) teacher_->run(inputs_, documents_);
     training_.stage(inputs_, targets_, documents_);
     enqueue_micro_batch(/*first=*/i == 0, /*last=*/i == count - 1);
   }
@@ -264,6 +285,7 @@ StepOutcome TrainEngineCuda::outcome() {
   const Report::Head& head = *Report::head(block);
   StepOutcome outcome;
   outcome.ce = head.loss.loss_sum / static_cast<double>(std::max<int64_t>(head.loss.tokens, 1));
+  outcome.kl = head.loss.kl_sum / static_cast<double>(std::max<int64_t>(head.loss.tokens, 1));
   outcome.grad_norm = head.norm.norm;
   constexpr int64_t kTile = 128;  // tokens; a micro-batch's last tile may have fewer
   const double tiles = static_cast<double>(own_micro_batches() *

@@ -24,6 +24,7 @@
 #include "twell/train/optimizer_cuda.h"
 #include "twell/train/options.h"
 #include "twell/train/plan_cuda.h"
+#include "twell/train/teacher_cuda.h"
 
 namespace twell {
 
@@ -31,10 +32,11 @@ class TrainEngineCuda : public TrainEngine {
  public:
   // The arguments must outlive the engine; `options` must be resolved. InputError when the run is
   // not supported or the device has too little memory. shards may be null if set_batch is used.
-  // hints: as in plan_run_cuda. ranks: null for a single one; otherwise one rank per GPU.
+  // hints: as in plan_run_cuda. ranks: null for a single one; otherwise one rank per GPU. teacher:
+  // as for TrainEngineCpu; it is copied to the device.
   TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
                   const TrainOptions& options, std::span<const LayerHint> hints = {},
-                  Communicator* ranks = nullptr);
+                  Communicator* ranks = nullptr, const Model* teacher = nullptr);
   ~TrainEngineCuda() override;
 
   StepOutcome step(const StepRequest& request) override;
@@ -63,7 +65,7 @@ class TrainEngineCuda : public TrainEngine {
   // The results of a step, in one block of device memory that is copied back at once.
   struct Report;
   class Replay;
-  void prepare(std::span<const LayerHint> hints);
+  void prepare(const StepRequest& request);
   void next_batch(int64_t step, int64_t index);
   std::vector<int64_t> documents_of(std::span<const int32_t> inputs) const;
   void enqueue_micro_batch(bool first, bool last);
@@ -76,7 +78,8 @@ class TrainEngineCuda : public TrainEngine {
   std::unique_ptr<MicroBatches> micro_batches_;
   std::unique_ptr<ValidationWindows> validation_;
   TrainingCuda training_;
-  std::unique_ptr<NcclCommunicator> nccl_;  // with several ranks
+  std::unique_ptr<TeacherForwardCuda> teacher_;  // of a distilling run
+  std::unique_ptr<NcclCommunicator> nccl_;       // with several ranks
   OptimizerCuda optimizer_;
   std::unique_ptr<Report> report_;
   std::array<std::unique_ptr<Replay>, 2> replays_;  // first micro-batch of a step, later ones

@@ -59,8 +59,10 @@ class TrainEngineCudaTest : public testing::Test {
     return model;
   }
   std::unique_ptr<TrainEngine> engine(bool cuda, Model& model, const TrainOptions& options) {
-    if (!cuda) return std::make_unique<TrainEngineCpu>(ctx_, model, data_.shards, options);
-    return std::make_unique<TrainEngineCuda>(*device_, model, &data_.shards, options);
+    const Model* const teacher = options.distill > 0.0 ? teacher_.get() : nullptr;
+    if (!cuda) return std::make_unique<TrainEngineCpu>(ctx_, model, data_.shards, options, teacher);
+    return std::make_unique<TrainEngineCuda>(*device_, model, &data_.shards, options,
+                                             std::span<const LayerHint>{}, nullptr, teacher);
   }
   // Trains from checkpoint `from` (or anew) to step `to`, saves to `into`, and returns the weights.
   std::vector<float> train(bool cuda, const TrainOptions& options, int64_t to,
@@ -69,7 +71,11 @@ class TrainEngineCudaTest : public testing::Test {
     const auto engine = this->engine(cuda, *model, options);
     Trainer trainer(ctx_, *engine, data_.shards, options, "data");
     if (!from.empty()) trainer.restore(from);
-    while (trainer.steps_done() < to) losses_.push_back(trainer.train_step().ce);
+    while (trainer.steps_done() < to) {
+      const StepMetrics metrics = trainer.train_step();
+      losses_.push_back(metrics.ce);
+      if (metrics.kl) divergences_.push_back(*metrics.kl);
+    }
     if (!into.empty()) {
       fs::create_directories(into);
       trainer.save(into);
@@ -98,7 +104,8 @@ class TrainEngineCudaTest : public testing::Test {
   Context ctx_{1};
   std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> device_;
-  std::vector<double> losses_;
+  std::unique_ptr<Model> teacher_;
+  std::vector<double> losses_, divergences_;
 };
 
 TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
@@ -111,6 +118,36 @@ TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
   // In the first step losses differ only by rounding: 2^-9 in each of about 30 places.
   EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
   for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+}
+
+// From SiLU to ReLU in steps, with a teacher, across the end of the blend; and resumed within it.
+TEST_F(TrainEngineCudaTest, RelufiesAndDistillsAsTheCpu) {
+  TrainOptions options = this->options(12);
+  options.relufy_from = Activation::kSilu;
+  options.relufy_steps = 5;
+  options.distill = 0.5;
+  teacher_ = fresh_model();
+  for (float& weight : teacher_->flat.span()) weight *= 1.25f;
+  teacher_->set_activation(Activation::kSilu);
+  for (const bool documents : {false, true}) {
+    options.document_mask = documents;
+    losses_.clear();
+    divergences_.clear();
+    const std::vector<float> weights = train(true, options, 12);
+    const std::vector<double> got = std::exchange(losses_, {}),
+                              got_kl = std::exchange(divergences_, {});
+    train(false, options, 12);
+    ASSERT_EQ(got_kl.size(), 12u);
+    EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
+    EXPECT_NEAR(got_kl[0], divergences_[0], 0.01 * divergences_[0] + 1e-3);
+    for (size_t i = 0; i < got.size(); ++i) {
+      EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+      EXPECT_NEAR(got_kl[i], divergences_[i], 0.03 * losses_[0]) << i;
+    }
+    const fs::path half = temp_.path() / (documents ? "half_masked" : "half");
+    train(true, options, 3, {}, half);
+    EXPECT_EQ(train(true, options, 12, half), weights);
+  }
 }
 
 TEST_F(TrainEngineCudaTest, MasksDocumentsAsTheCpu) {
@@ -316,14 +353,16 @@ TEST_F(TrainEngineCudaTest, AutoTakesNoMoreMemoryThanDense) {
 }
 
 TEST_F(TrainEngineCudaTest, RefusesWhatItDoesNotDo) {
+  ModelConfig config = this->config();
+  config.qkv_bias = config.o_bias = config.mlp_bias = true;
+  config.ffn += 1;
+  EXPECT_THAT(cuda_run_unsupported(config, options(8)), HasSubstr("multiple of 8"));
+  Model model(config);
+  EXPECT_THROW(TrainEngineCuda(*device_, model, &data_.shards, options(8)), InputError);
   TrainOptions options = this->options(8);
   options.distill = 0.5;
-  EXPECT_THAT(cuda_run_unsupported(config(), options), HasSubstr("distillation"));
-  options = this->options(8);
-  options.relufy_from = Activation::kSilu;
-  EXPECT_THAT(cuda_run_unsupported(config(), options), HasSubstr("blend"));
-  Model model(config());
-  EXPECT_THROW(TrainEngineCuda(*device_, model, &data_.shards, options), InputError);
+  const auto other = fresh_model();
+  EXPECT_THROW(TrainEngineCuda(*device_, *other, &data_.shards, options), Error);  // no teacher
 }
 
 }  // namespace

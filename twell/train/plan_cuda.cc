@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "twell/train/optimizer_cuda.h"
+#include "twell/train/teacher_cuda.h"
 
 namespace twell {
 namespace {
@@ -13,17 +14,14 @@ FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainOptions& optio
   return {.max_tokens = options.micro_batch_tokens(),
           .width = config.width,
           .ffn = config.ffn,
-          .gated = config.gated};
+          .gated = config.gated,
+          .biased = config.mlp_bias,
+          .activation = config.activation};
 }
 
 }  // namespace
 
 std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options) {
-  if (options.distill > 0.0) return "the GPU does no distillation yet; use --device cpu";
-  if (options.relufy_from != Activation::kRelu) {
-    return "the GPU trains with ReLU only, without a blend from another activation; use "
-           "--device cpu";
-  }
   return cuda_training_unsupported(config, options.sequence_length);
 }
 
@@ -32,7 +30,9 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
                                                 std::span<const LayerHint> hints) {
   const FfnTrainShapeCuda shape = ffn_shape(config, options);
   const std::string no_hybrid = ffn_train_hybrid_unsupported(ctx, shape);
-  TWELL_REQUIRE(no_hybrid.empty() || options.ffn_policy != FfnTrainPolicy::kHybrid,
+  // Layers without zeros run dense whatever the policy, also while they are blended with ReLU.
+  TWELL_REQUIRE(no_hybrid.empty() || !leaves_zeros(config.activation) ||
+                    options.ffn_policy != FfnTrainPolicy::kHybrid,
                 "no hybrid feed-forward layers on this GPU: {}; use --ffn-policy auto", no_hybrid);
   std::vector<FfnExpectation> expected(static_cast<size_t>(config.layers));
   // Additional bytes of hybrid layers over dense ones: a larger workspace, less what each layer
@@ -70,6 +70,7 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
   std::vector<FfnExpectation> expected = expected_executions(ctx, config, options, hints);
   if (!hints.empty()) plan.ffn = std::move(expected);
   plan.may_become_hybrid = options.ffn_policy != FfnTrainPolicy::kDense;
+  plan.distills = options.distill > 0.0;
   if (options.recompute) {
     plan.recompute = *options.recompute;
     return plan;
@@ -77,7 +78,8 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
   constexpr int64_t kSpare = int64_t{2} << 30;  // for estimation errors and other programs
   const int64_t free = free_device_bytes() - kSpare;
   const auto bytes = [&] {
-    int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options);
+    int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options) +
+                  teacher_bytes(ctx, config, options);
     for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) sum += item.bytes;
     return sum;
   };
@@ -87,6 +89,13 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
     if (bytes() <= free) break;
   }
   return plan;
+}
+
+int64_t teacher_bytes(const CudaContext& ctx, const ModelConfig& config,
+                      const TrainOptions& options) {
+  if (options.distill == 0.0) return 0;
+  return TeacherForwardCuda::bytes_needed(ctx, config,
+                                          {options.micro_batch, options.sequence_length});
 }
 
 RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
@@ -99,6 +108,9 @@ RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
   const auto items =
       TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options, hints));
   plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());
+  if (options.distill > 0.0) {
+    plan.device_memory.push_back({"teacher", teacher_bytes(ctx, config, options)});
+  }
   return plan;
 }
 

@@ -29,6 +29,10 @@ std::vector<FfnExpectation> expected_executions(const CudaContext& ctx, const Mo
 // free now.
 TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config,
                                const TrainOptions& options, std::span<const LayerHint> hints);
+// Device memory of the teacher, 0 without distillation. A teacher has the model's configuration but
+// for its activation.
+int64_t teacher_bytes(const CudaContext& ctx, const ModelConfig& config,
+                      const TrainOptions& options);
 // Device and host memory of the run. InputError when the run is not supported.
 RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
                       const TrainOptions& options, int64_t shard_bytes,

@@ -3,8 +3,8 @@
 // call; SIMD, chosen at run time.
 //   gated      h = f(x) * u
 //   non-gated  h = f(x), u is null
-// f may be a blend with ReLU, except for relu2. Values are within a few ulp of the definitions in
-// format/activation.h.
+// Under dReLU max(u, 0) stands for u. f may be a blend with ReLU unless it leaves zeros. Values are
+// within a few ulp of the definitions in format/activation.h.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +14,20 @@
 namespace twell {
 
 struct ActivatedRow {
-  // Active neurons: those with f(x) != 0; for a blend with ReLU those with x > 0; for ReLU and
-  // relu2 those where not x <= 0, so that a NaN is active.
+  // Active neurons: those with f(x) != 0; for a blend with ReLU those with x > 0; for those
+  // that leave zeros where not x <= zero_up_to(), so that a NaN is active.
   int64_t nnz = 0;
   double l1 = 0.0;  // sum of |h|
 };
 
-// h [n] is written, and may be x or u. Under ReLU and relu2 it is 0 where the neuron is not active,
-// whatever u is. fired [n], if not null, is set to 1 for each active neuron.
+// h [n] is written, and may be x or u. Where f leaves zeros it is 0 where the neuron is not
+// active, whatever u is. fired [n], if not null, is set to 1 for each active neuron.
 ActivatedRow activate_row(const BlendedActivation& f, const float* x, const float* u, float* h,
                           float* fired, int64_t n);
 
 // With d = d_h + l1 * sign(h): h [n] is recomputed and written, d_u [n] = d * f(x) (gated), and d_h
-// [n] becomes the gradient of x, d * u * f'(x), which is 0 where f'(x) is. For ReLU x may be f(x).
+// [n] becomes the gradient of x, d * u * f'(x), which is 0 where f'(x) is. Under dReLU d_u is 0
+// where u <= 0. Where is_relu() x may be f(x).
 struct ActivationBackwardRow {
   const float* x = nullptr;  // [n]
   const float* u = nullptr;  // [n], null when not gated

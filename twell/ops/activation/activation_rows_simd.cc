@@ -87,11 +87,27 @@ struct Gelu {
   }
 };
 
-// f is exactly 0 where x <= 0, so that a neuron is active where not x <= 0: a NaN is. Not blended.
-struct Relu {};
-struct Relu2 {};
+// f is exactly 0 where x <= cutoff, so that a neuron is active where not x <= cutoff: a NaN is. Not
+// blended.
+template <bool kBoth>  // u goes through a ReLU too
+struct CutRelu {
+  float cutoff;
+};
+using Relu = CutRelu<false>;
+using DRelu = CutRelu<true>;
+struct Relu2 {
+  static constexpr float cutoff = 0.0f;
+};
 template <class F>
-constexpr bool kLeavesZeros = std::is_same_v<F, Relu> || std::is_same_v<F, Relu2>;
+constexpr bool kLeavesZeros =
+    std::is_same_v<F, Relu> || std::is_same_v<F, DRelu> || std::is_same_v<F, Relu2>;
+
+// What h is a multiple of beside f(x).
+template <class F, class D, class V = hn::Vec<D>>
+V factor(D d, V u) {
+  if constexpr (std::is_same_v<F, DRelu>) return hn::IfThenZeroElse(hn::Le(u, hn::Zero(d)), u);
+  return u;
+}
 
 // f(x) and f'(x) of the blend.
 template <class D, class F, class V = hn::Vec<D>>
@@ -105,9 +121,9 @@ Step<V> blended(D d, const F& f, float relu_share, V x) {
           hn::MulAdd(rest, slope, hn::IfThenElseZero(fires, share))};
 }
 
-template <class D, class V = hn::Vec<D>>
-Step<V> blended(D d, const Relu&, float, V x) {
-  const auto off = hn::Le(x, hn::Zero(d));
+template <class D, bool kBoth, class V = hn::Vec<D>>
+Step<V> blended(D d, const CutRelu<kBoth>& f, float, V x) {
+  const auto off = hn::Le(x, hn::Set(d, f.cutoff));
   return {hn::IfThenZeroElse(off, x), hn::IfThenZeroElse(off, hn::Set(d, 1.0f))};
 }
 
@@ -119,8 +135,8 @@ Step<V> blended(D d, const Relu2&, float, V x) {
 
 // The neurons that count as active, given f(x).
 template <class D, class F, class V = hn::Vec<D>>
-hn::Mask<D> active(D d, const F&, float relu_share, V x, V value) {
-  if constexpr (kLeavesZeros<F>) return hn::Not(hn::Le(x, hn::Zero(d)));
+hn::Mask<D> active(D d, const F& f, float relu_share, V x, V value) {
+  if constexpr (kLeavesZeros<F>) return hn::Not(hn::Le(x, hn::Set(d, f.cutoff)));
   return relu_share > 0.0f ? hn::Gt(x, hn::Zero(d)) : hn::Ne(value, hn::Zero(d));
 }
 
@@ -138,7 +154,7 @@ ActivatedRow forward_row(const F& f, float relu_share, const float* x, const flo
     const auto v = hn::LoadU(d, x + i);
     const auto value = blended(d, f, relu_share, v).s;
     const auto on = active(d, f, relu_share, v, value);
-    auto product = u == nullptr ? value : hn::Mul(value, hn::LoadU(d, u + i));
+    auto product = u == nullptr ? value : hn::Mul(value, factor<F>(d, hn::LoadU(d, u + i)));
     // 0 whatever u is, as in executions that never compute u of neurons that are not active.
     if (kLeavesZeros<F>) product = hn::IfThenElseZero(on, product);
     hn::StoreU(product, d, h + i);
@@ -167,12 +183,16 @@ template <class D, class F>
 void backward_step(D d, const F& f, float relu_share, const ActivationBackwardRow& row, int64_t i) {
   const auto zero = hn::Zero(d);
   const auto step = blended(d, f, relu_share, hn::LoadU(d, row.x + i));
-  const auto up = row.u == nullptr ? hn::Set(d, 1.0f) : hn::LoadU(d, row.u + i);
+  const auto up = row.u == nullptr ? hn::Set(d, 1.0f) : factor<F>(d, hn::LoadU(d, row.u + i));
   const auto h = hn::Mul(step.s, up);
   const auto sign = hn::IfThenElse(hn::Eq(h, zero), zero, hn::CopySign(hn::Set(d, 1.0f), h));
   const auto gradient = hn::MulAdd(hn::Set(d, row.l1), sign, hn::LoadU(d, row.d_h + i));
   if (row.h != nullptr) hn::StoreU(h, d, row.h + i);
-  if (row.d_u != nullptr) hn::StoreU(hn::Mul(gradient, step.s), d, row.d_u + i);
+  if (row.d_u != nullptr) {
+    auto d_u = hn::Mul(gradient, step.s);
+    if constexpr (std::is_same_v<F, DRelu>) d_u = hn::IfThenZeroElse(hn::Eq(up, zero), d_u);
+    hn::StoreU(d_u, d, row.d_u + i);
+  }
   const auto d_x = hn::Mul(hn::Mul(gradient, up), step.slope);
   hn::StoreU(hn::IfThenZeroElse(hn::Eq(step.slope, zero), d_x), d, row.d_h + i);
 }
@@ -190,7 +210,8 @@ void backward_row(const F& f, float relu_share, const ActivationBackwardRow& row
 // Calls use() with the function object of the activation.
 template <class Use>
 auto with_function(const BlendedActivation& f, const Use& use) {
-  if (f.is_relu()) return use(Relu());
+  if (f.is_drelu()) return use(DRelu{0.0f});
+  if (f.is_relu()) return use(Relu{f.zero_up_to()});
   switch (f.kind) {
     case Activation::kSilu:
       return use(Silu());
@@ -230,8 +251,10 @@ HWY_EXPORT(forward);
 HWY_EXPORT(backward);
 
 void check(const BlendedActivation& f) {
-  TWELL_CHECK(f.kind != Activation::kRelu2 || f.relu_share == 0.0f, "relu2 is not blended");
   TWELL_CHECK(f.relu_share >= 0.0f && f.relu_share <= 1.0f, "a ReLU share of {}", f.relu_share);
+  TWELL_CHECK(!leaves_zeros(f.kind) || f.relu_share == 0.0f, "{} is not blended",
+              activation_name(f.kind));
+  TWELL_CHECK(f.threshold >= 0.0f, "a threshold of {}", f.threshold);
 }
 
 }  // namespace

@@ -129,14 +129,20 @@ TEST_P(ActivationRows, WorksInPlaceAndKeepsNotANumber) {
 
 class ReluRows : public ::testing::TestWithParam<Activation> {};
 
-// h = f(x) u with f(x) = max(x, 0) or its square, and f' = 1 or 2 max(x, 0) for x > 0, each with
-// one rounding per product.
+// FATReLU with a threshold of 1/4, others without.
+BlendedActivation with_zeros(Activation kind) {
+  return {.kind = kind, .threshold = kind == Activation::kFatRelu ? 0.25f : 0.0f};
+}
+
+// h = f(x) u with f(x) = max(x, 0), its square, or x above the threshold, and f' = 1 or 2 max(x, 0)
+// there, each with one rounding per product. Under dReLU u is max(u, 0).
 TEST_P(ReluRows, ForwardAndBackward) {
   const bool squared = GetParam() == Activation::kRelu2;
+  const bool both = GetParam() == Activation::kDRelu;
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (const int64_t n : {1, 7, 133}) {
     for (const bool gated : {true, false}) {
-      std::vector<float> x = {-kInf, 1e-30f, -0.0f, 3.0f, -3.0f, 0.0f, 0.5f}, u, d_out;
+      std::vector<float> x = {-kInf, 1e-30f, -0.0f, 3.0f, -3.0f, 0.0f, 0.5f, 0.25f}, u, d_out;
       for (uint64_t i = x.size(); i < static_cast<uint64_t>(n); ++i) {
         x.push_back(2.0f * normal(6, 0, i));
       }
@@ -145,7 +151,7 @@ TEST_P(ReluRows, ForwardAndBackward) {
         u.push_back(gated ? normal(7, 0, i) : 1.0f);
         d_out.push_back(normal(8, 0, i));
       }
-      const BlendedActivation f{GetParam()};
+      const BlendedActivation f = with_zeros(GetParam());
       std::vector<float> h(x.size(), kNan), again(x.size(), kNan), d_u(x.size(), kNan), d_x = d_out;
       std::vector<float> fired(x.size(), 0.0f);
       const ActivatedRow row =
@@ -161,21 +167,24 @@ TEST_P(ReluRows, ForwardAndBackward) {
       int64_t nnz = 0;
       double l1 = 0.0;
       for (size_t i = 0; i < x.size(); ++i) {
-        const double g = std::max(static_cast<double>(x[i]), 0.0), up = static_cast<double>(u[i]);
-        const double value = squared ? g * g : g, slope = squared ? 2.0 * g : g > 0.0;
+        const bool on = x[i] > f.zero_up_to();
+        const double g = on ? static_cast<double>(x[i]) : 0.0;
+        const double up =
+            both ? std::max(static_cast<double>(u[i]), 0.0) : static_cast<double>(u[i]);
+        const double value = squared ? g * g : g, slope = squared ? 2.0 * g : on;
         const double want = value * up;
         EXPECT_NEAR(h[i], want, 2.0 * kEps * std::abs(want) + 1e-38) << x[i];
         EXPECT_EQ(h[i], again[i]);
-        nnz += x[i] > 0.0f;
+        nnz += on;
         l1 += std::abs(static_cast<double>(h[i]));
-        EXPECT_EQ(fired[i], x[i] > 0.0f ? 1.0f : 0.0f) << x[i];
+        EXPECT_EQ(fired[i], on ? 1.0f : 0.0f) << x[i];
         const double sign = h[i] > 0.0f ? 1.0 : (h[i] < 0.0f ? -1.0 : 0.0);
         const double d = static_cast<double>(d_out[i]) + 0.25 * sign;
         const double bound =
             8.0 * kEps * (std::abs(d) + 0.25) * (1.0 + std::abs(up)) * (1.0 + g * g);
         EXPECT_NEAR(d_x[i], d * up * slope, bound) << x[i];
         if (gated) {
-          EXPECT_NEAR(d_u[i], d * value, bound) << x[i];
+          EXPECT_NEAR(d_u[i], both && up == 0.0 ? 0.0 : d * value, bound) << x[i];
         }
       }
       EXPECT_EQ(row.nnz, nnz);
@@ -183,7 +192,7 @@ TEST_P(ReluRows, ForwardAndBackward) {
     }
   }
   float nan = kNan;
-  activate_row({GetParam()}, &nan, nullptr, &nan, nullptr, 1);
+  activate_row(with_zeros(GetParam()), &nan, nullptr, &nan, nullptr, 1);
   EXPECT_TRUE(std::isnan(nan));
 }
 
@@ -192,8 +201,9 @@ TEST_P(ReluRows, InactiveNeuronsGiveZeros) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   const std::vector<float> x(37, -1.0f), u(37, kInf);
   std::vector<float> h(37, kNan), d_x(37, kInf);
-  activate_row({GetParam()}, x.data(), u.data(), h.data(), nullptr, 37);
-  activate_backward_row({GetParam()}, {.x = x.data(), .u = u.data(), .d_h = d_x.data()}, 37);
+  activate_row(with_zeros(GetParam()), x.data(), u.data(), h.data(), nullptr, 37);
+  activate_backward_row(with_zeros(GetParam()), {.x = x.data(), .u = u.data(), .d_h = d_x.data()},
+                        37);
   EXPECT_EQ(h, std::vector<float>(37, 0.0f));
   EXPECT_EQ(d_x, std::vector<float>(37, 0.0f));
 }
@@ -202,10 +212,14 @@ TEST(ActivationRowsContract, BlendsAreChecked) {
   float x = 1.0f;
   EXPECT_THROW(activate_row({Activation::kSilu, 1.5f}, &x, nullptr, &x, nullptr, 1), Error);
   EXPECT_THROW(activate_row({Activation::kRelu2, 0.5f}, &x, nullptr, &x, nullptr, 1), Error);
+  EXPECT_THROW(activate_row({Activation::kFatRelu, 0.5f}, &x, nullptr, &x, nullptr, 1), Error);
+  EXPECT_THROW(activate_row({Activation::kFatRelu, 0.0f, -1.0f}, &x, nullptr, &x, nullptr, 1),
+               Error);
 }
 
 INSTANTIATE_TEST_SUITE_P(WithZeros, ReluRows,
-                         ::testing::Values(Activation::kRelu, Activation::kRelu2),
+                         ::testing::Values(Activation::kRelu, Activation::kRelu2,
+                                           Activation::kFatRelu, Activation::kDRelu),
                          [](const auto& suite_info) {
                            return std::string(activation_name(suite_info.param));
                          });

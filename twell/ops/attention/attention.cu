@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kThreads) document_mask_kernel(DocumentMask p,
   const int column =
       (static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x)) * kColumns;
   if (column >= row_columns) return;
-  const int begin = p.begins[token];
+  int64_t begin = p.begins[token];
+  if (p.window > 0) begin = max(begin, token % p.length + 1 - p.window);
   alignas(16) __nv_bfloat16 values[kColumns];
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {

@@ -37,6 +37,9 @@ void check_problem(const AttentionTrainShape& s, const __nv_bfloat16* mask) {
               s.sequences, s.length, s.heads, s.kv_heads);
   TWELL_CHECK((mask != nullptr) == s.document_mask, "training attention {} a document mask",
               mask == nullptr ? "lacks" : "has no use for");
+  TWELL_CHECK(s.window >= 0 && (s.window == 0 || !s.document_mask),
+              "training attention with a window of {} {} a document mask", s.window,
+              s.document_mask ? "beside" : "without");
 }
 
 #ifdef TWELL_HAVE_CUDNN
@@ -171,7 +174,11 @@ PlanKey key_of(const AttentionCuda& p) {
               .window = 0,
               .logsumexp = p.logsumexp != nullptr,
               .mask = p.mask != nullptr};
-  if (p.sequences.uniform) return key;
+  if (p.sequences.uniform) {
+    // Only a training batch, which needs the log-sum-exp, has windows here.
+    key.window = p.window < p.sequences.max_q_len ? p.window : 0;
+    return key;
+  }
   const AttentionRagged& ragged = p.sequences.ragged;
   key.count = ragged.count;
   key.max_q_len = ragged.max_q_len;
@@ -233,6 +240,7 @@ void build(CudaContext& ctx, Plan& plan, const PlanKey& key) {
     k = rows(kK, key.kv_heads, key.max_kv_len, key.kv_stride);
     v = rows(kV, key.kv_heads, key.max_kv_len, key.kv_stride);
     options.set_causal_mask(true);
+    if (key.window > 0) options.set_diagonal_band_left_bound(static_cast<int>(key.window));
     if (key.mask) options.set_bias(add_mask(plan, key.count, key.max_q_len));
   }
   const auto outputs = plan.graph.sdpa(q, k, v, options);
@@ -288,6 +296,7 @@ void build(CudaContext& ctx, Plan& plan, const AttentionTrainShape& shape) {
       .set_causal_mask(true)
       .set_deterministic_algorithm(true)
       .set_attn_scale(1.0f / std::sqrt(static_cast<float>(shape.head_dim)));
+  if (shape.window > 0) attributes.set_diagonal_band_left_bound(static_cast<int>(shape.window));
   if (shape.document_mask) attributes.set_bias(add_mask(plan, shape.sequences, shape.length));
   const auto gradients = plan.graph.sdpa_backward(q, k, v, out, d_out, logsumexp, attributes);
   const int64_t heads[] = {shape.heads, shape.kv_heads, shape.kv_heads};
@@ -317,7 +326,7 @@ bool attention_cudnn(CudaContext& ctx, const AttentionCuda& p) {
   const bool uniform = p.sequences.uniform;
   if (!uniform && p.sequences.ragged.count == 0) return false;
   ForwardPlans& cache = ctx.service<ForwardPlans>();
-  if (uniform && p.window > 0 && p.window < p.sequences.max_q_len) {
+  if (uniform && p.logsumexp == nullptr && p.window > 0 && p.window < p.sequences.max_q_len) {
     cache.report = fmt::format("own kernel, which attends through a window of {}", p.window);
     return false;
   }
@@ -406,9 +415,10 @@ void attention_train_forward(CudaContext& ctx, const AttentionTrainForward& prob
   p.out = problem.out;
   p.logsumexp = problem.logsumexp;
   p.mask = problem.mask;
+  p.window = s.window;
   TWELL_CHECK(attention_cudnn(ctx, p),
               "training attention with {} heads of {} on {} needs cuDNN, which has none for it: {}",
-              s.heads, s.head_dim, s.kv_heads, cudnn_status());
+              s.heads, s.head_dim, s.kv_heads, attention_report(ctx));
 }
 
 void attention_train_backward([[maybe_unused]] CudaContext& ctx,
@@ -419,6 +429,7 @@ void attention_train_backward([[maybe_unused]] CudaContext& ctx,
   const AttentionTrainShape& all = problem.shape;
   AttentionTrainShape part = all;
   part.sequences = sequences_at_once(all);
+  if (part.window >= part.length) part.window = 0;
   BackwardPlans& cache = ctx.service<BackwardPlans>();
   auto found = cache.plans.find(part);
   if (found == cache.plans.end()) {

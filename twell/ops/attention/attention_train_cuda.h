@@ -5,6 +5,9 @@
 //   qkv, d_qkv [B * S, (H + 2 H_kv) * hd] as [q | k | v]; out, d_out [B * S, H * hd];
 //   logsumexp [B, H, S] f32, of the scaled scores in nats
 //
+// With a sliding window, tokens attend to no keys further back; a window as long as the sequences
+// is none. A document mask holds the window itself, because cuDNN takes no mask beside a window.
+//
 // With a document mask, tokens attend only to tokens of their own document. cuDNN adds the mask to
 // the scores, so one graph serves all batches, but masked scores are computed too. cuDNN's packed
 // sequences would skip them, but their deterministic backward stores S^2 scores per head for every
@@ -42,6 +45,7 @@ struct AttentionTrainShape {
   int64_t kv_heads = 0;   // H_kv, divides H
   int64_t head_dim = 0;   // hd
   bool document_mask = false;
+  int64_t window = 0;  // keys that a token attends to, its own included; 0: all before it
 
   int64_t row() const { return (heads + 2 * kv_heads) * head_dim; }
   auto operator<=>(const AttentionTrainShape&) const = default;
@@ -55,7 +59,8 @@ struct DocumentMask {
   int64_t length = 0;               // S
   const int32_t* begins = nullptr;  // [B * S] where each token's document begins in its sequence
   __nv_bfloat16* mask = nullptr;    // [B * S, document_mask_row(S)] out: 0, or -1e30 for the keys
-                                    // before that
+                                    // before that and those outside of the window
+  int64_t window = 0;  // keys that a token attends to, its own included; 0: all of its document
 };
 cudaError_t launch_document_mask(const DocumentMask& problem, cudaStream_t stream);
 

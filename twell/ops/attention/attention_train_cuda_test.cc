@@ -63,10 +63,13 @@ Results on_device(const Operands& o, bool graph = false) {
   const auto both = [&] {
     if (o.shape.document_mask) {
       TWELL_CUDA_CHECK(launch_document_mask(
-          {o.shape.sequences, o.shape.length, begins.data(), mask.data()}, stream.get()));
+          {o.shape.sequences, o.shape.length, begins.data(), mask.data(), o.shape.window},
+          stream.get()));
     }
-    attention_train_forward(ctx, {o.shape, qkv.data(), out.data(), logsumexp.data(), mask.data()});
-    attention_train_backward(ctx, {o.shape, qkv.data(), out.data(), logsumexp.data(), d_out.data(),
+    AttentionTrainShape shape = o.shape;
+    if (shape.document_mask) shape.window = 0;  // the mask has it
+    attention_train_forward(ctx, {shape, qkv.data(), out.data(), logsumexp.data(), mask.data()});
+    attention_train_backward(ctx, {shape, qkv.data(), out.data(), logsumexp.data(), d_out.data(),
                                    d_qkv.data(), mask.data()});
   };
   both();
@@ -96,7 +99,7 @@ Results on_cpu(const Operands& o) {
     sequences.push_back(sequence);
     token += length;
   }
-  const AttentionShape shape{s.heads, s.kv_heads, s.head_dim};
+  const AttentionShape shape{s.heads, s.kv_heads, s.head_dim, s.window};
   std::vector<float> out(static_cast<size_t>(o.tokens * o.width)),
       logsumexp(static_cast<size_t>(o.tokens * s.heads)), d_qkv(qkv.size());
   const ConstMatrixF q(qkv.data(), o.tokens, o.width, row);
@@ -200,6 +203,17 @@ INSTANTIATE_TEST_SUITE_P(Documents, AttentionTrainCudaTest,
                                          AttentionTrainShape{2, 640, 4, 4, 128, true},
                                          AttentionTrainShape{1, 513, 8, 2, 64, true},
                                          AttentionTrainShape{2, 2048, 36, 36, 64, true}));
+
+INSTANTIATE_TEST_SUITE_P(Windows, AttentionTrainCudaTest,
+                         testing::Values(AttentionTrainShape{3, 127, 4, 2, 64, false, 16},
+                                         AttentionTrainShape{2, 129, 6, 1, 80, false, 2},
+                                         AttentionTrainShape{1, 17, 4, 2, 8, false, 16},
+                                         AttentionTrainShape{1, 17, 4, 2, 16, false, 17},
+                                         AttentionTrainShape{2, 640, 4, 4, 128, false, 129},
+                                         AttentionTrainShape{1, 513, 8, 2, 64, false, 512},
+                                         AttentionTrainShape{2, 2048, 36, 36, 64, false, 256},
+                                         AttentionTrainShape{3, 127, 4, 2, 64, true, 16},
+                                         AttentionTrainShape{2, 640, 4, 4, 128, true, 65}));
 
 TEST(AttentionTrainRefusalTest, AMaskWithoutItsShapeOrTheReverse) {
   if (const std::string why = no_cudnn(); !why.empty()) GTEST_SKIP() << why;

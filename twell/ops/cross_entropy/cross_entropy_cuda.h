@@ -22,6 +22,17 @@ namespace twell {
 struct CrossEntropySum {
   double loss_sum = 0.0;
   int64_t tokens = 0;
+  double kl_sum = 0.0;  // KL(teacher || model), 0 without a teacher
+};
+
+// A teacher, whose head has the same vocabulary: the gradients are then those of grad_scale * (sum
+// of (1 - share) * CE + share * KL(teacher || model)), as in Distillation (cross_entropy.h).
+struct TeacherCuda {
+  const __nv_bfloat16* x = nullptr;       // [M, D of the teacher] final hidden states; null: none
+  const __nv_bfloat16* weight = nullptr;  // [V, D of the teacher]
+  int64_t width = 0;                      // D of the teacher, a multiple of 8
+  float share = 0.0f;                     // in [0, 1]
+  float* kl = nullptr;                    // [M] out, 0 where there is no target
 };
 
 struct CrossEntropyCuda {
@@ -38,14 +49,16 @@ struct CrossEntropyCuda {
   __nv_bfloat16* d_x = nullptr;  // [M, D] written
   float* d_weight = nullptr;     // [V, D] accumulated
   bool add = true;               // to d_weight; false: it is written
+  TeacherCuda teacher;           // with gradients only
 };
 
-// The logits of a chunk.
+// The logits of a chunk, and the teacher's.
 class CrossEntropyWorkspaceCuda {
  public:
   // In bytes_needed() bytes of the caller's device memory, aligned to 256.
-  CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab, std::byte* memory);
-  static int64_t bytes_needed(int64_t max_tokens, int64_t vocab);
+  CrossEntropyWorkspaceCuda(int64_t max_tokens, int64_t vocab, std::byte* memory,
+                            bool teacher = false);
+  static int64_t bytes_needed(int64_t max_tokens, int64_t vocab, bool teacher = false);
 
  private:
   friend void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
@@ -53,6 +66,7 @@ class CrossEntropyWorkspaceCuda {
   int64_t vocab_;
   int64_t chunk_;  // tokens
   __nv_bfloat16* logits_;
+  __nv_bfloat16* teacher_logits_;  // null without one
 };
 
 // Enqueues; never synchronises. Error if the vocabulary is not the workspace's, or only one
@@ -72,6 +86,11 @@ struct SoftmaxGradient {
   float* losses = nullptr;           // [M]
   bool gradient = false;
   float grad_scale = 0.0f;
+  // With a teacher and a gradient; the latter is then grad_scale * (softmax - (1 - share) * one at
+  // the target - share * the teacher's softmax).
+  const __nv_bfloat16* teacher = nullptr;  // [M, V] or null
+  float share = 0.0f;
+  float* kl = nullptr;  // [M] KL(teacher || model), 0 without a target
 };
 cudaError_t launch_softmax_gradient(const SoftmaxGradient& problem, cudaStream_t stream);
 

@@ -160,6 +160,94 @@ INSTANTIATE_TEST_SUITE_P(Shapes, CrossEntropyCudaTest,
                                          LossCase{129, 136, 1000, 40}, LossCase{300, 72, 259, 130},
                                          LossCase{129, 320, 32768, 129}));
 
+// With a teacher of another width, against the CPU; bf16 as above.
+TEST_P(CrossEntropyCudaTest, DistillsAsTheCpu) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const Operands o(GetParam());
+  const auto [tokens, width, vocab, workspace_tokens] = o.shape;
+  constexpr float kShare = 0.3f;
+  const int64_t teacher_width = width + 8;
+  const auto teacher_x = random_bf16(tokens * teacher_width, 21, 1.0f),
+             teacher_weight = random_bf16(vocab * teacher_width, 22,
+                                          2.0f / std::sqrt(static_cast<float>(teacher_width)));
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  const auto x = upload(o.x), weight = upload(o.weight), device_teacher_x = upload(teacher_x),
+             device_teacher_weight = upload(teacher_weight);
+  const auto targets = upload(o.targets);
+  const auto losses = poisoned<float>(tokens), kl = poisoned<float>(tokens);
+  const auto d_x = poisoned<__nv_bfloat16>(tokens * width);
+  const auto memory = poisoned<std::byte>(
+      CrossEntropyWorkspaceCuda::bytes_needed(workspace_tokens, vocab, /*teacher=*/true));
+  const CrossEntropyWorkspaceCuda workspace(workspace_tokens, vocab, memory.data(), true);
+  const auto run = [&] {
+    const auto d_weight = upload(o.d_weight);
+    const auto sum = upload(std::vector<CrossEntropySum>(1));
+    cross_entropy_cuda(ctx,
+                       {.tokens = tokens,
+                        .width = width,
+                        .vocab = vocab,
+                        .x = x.data(),
+                        .weight = weight.data(),
+                        .targets = targets.data(),
+                        .grad_scale = kGradScale,
+                        .losses = losses.data(),
+                        .sum = sum.data(),
+                        .d_x = d_x.data(),
+                        .d_weight = d_weight.data(),
+                        .teacher = {.x = device_teacher_x.data(),
+                                    .weight = device_teacher_weight.data(),
+                                    .width = teacher_width,
+                                    .share = kShare,
+                                    .kl = kl.data()}},
+                       workspace);
+    stream.synchronize();
+    return std::tuple(download(sum)[0], to_floats(download(d_x)), download(d_weight),
+                      download(losses), download(kl));
+  };
+  const auto [got, got_d_x, got_d_weight, got_losses, got_kl] = run();
+
+  Context cpu;
+  const std::vector<float> fx = to_floats(o.x), fw = to_floats(o.weight), ft = to_floats(teacher_x),
+                           ftw = to_floats(teacher_weight);
+  std::vector<float> want_d_x(fx.size()), want_d_weight = o.d_weight;
+  const DistillationResult want =
+      distill(cpu, {.x = ConstMatrixF(fx.data(), tokens, width),
+                    .weight = ConstMatrixF(fw.data(), vocab, width),
+                    .teacher_x = ConstMatrixF(ft.data(), tokens, teacher_width),
+                    .teacher_weight = ConstMatrixF(ftw.data(), vocab, teacher_width),
+                    .targets = o.targets,
+                    .share = kShare,
+                    .grad_scale = kGradScale,
+                    .d_x = MatrixF(want_d_x.data(), tokens, width),
+                    .d_weight = MatrixF(want_d_weight.data(), vocab, width)});
+  const double near = 15.0 * std::ldexp(1.0, -8), count = static_cast<double>(want.tokens);
+  EXPECT_EQ(got.tokens, want.tokens);
+  EXPECT_NEAR(got.loss_sum, want.ce_sum, near * std::sqrt(std::max(1.0, count)));
+  // The error of a logit shifts KL by the difference of the two probabilities.
+  EXPECT_NEAR(got.kl_sum, want.kl_sum, 2.0 * near * std::sqrt(std::max(1.0, count)));
+  for (int64_t m = 0; m < tokens; ++m) {
+    const auto at = static_cast<size_t>(m);
+    if (o.targets[at] < 0) {
+      EXPECT_EQ(got_losses[at], 0.0f);
+      EXPECT_EQ(got_kl[at], 0.0f);
+    } else {
+      EXPECT_GE(got_kl[at], -1e-4f) << m;
+    }
+  }
+  EXPECT_LT(relative_error(got_d_x, want_d_x), 3e-2);
+  std::vector<float> got_change = got_d_weight, change = want_d_weight;
+  for (size_t i = 0; i < change.size(); ++i) {
+    got_change[i] -= o.d_weight[i];
+    change[i] -= o.d_weight[i];
+  }
+  EXPECT_LT(relative_error(got_change, change), 3e-2);
+  const auto [again, d_x_again, d_weight_again, losses_again, kl_again] = run();
+  EXPECT_EQ(again.kl_sum, got.kl_sum);
+  EXPECT_EQ(d_x_again, got_d_x);
+  EXPECT_EQ(d_weight_again, got_d_weight);
+}
+
 // Logits of a thousand, and rows in which one logit dominates.
 TEST(CrossEntropyCudaTest, LargeLogits) {
   TWELL_SKIP_WITHOUT_GPU();

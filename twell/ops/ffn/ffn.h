@@ -7,7 +7,7 @@
 // The CPU runs these three; a GPU has more (registry.h). A policy says what to run.
 // All give the dense result within accumulation order, on every input with finite weights. A NaN
 // gate counts as active, so that NaN in x reaches y in all of them.
-// That is for ReLU and relu2, its square. A layer with biases, or with another activation, runs
+// That is for activations that leave zeros. A layer with biases, or with another activation, runs
 // dense whatever the policy says; its active neurons are those whose activation is not zero.
 #pragma once
 

@@ -23,6 +23,8 @@ BatchFfnCuda batch_ffn(const FfnCallCuda& call) {
           .add = problem.add,
           .activity = call.plan.counts,
           .squared = call.squared(),
+          .up_relu = call.up_relu(),
+          .cut = call.cut(),
           .weights_are_constant = true};
 }
 
@@ -41,7 +43,8 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
                              .x = of.x,
                              .w_gate = call.gated() ? of.weights.w_gate : of.weights.w_up,
                              .out = gate,
-                             .progress = progress};
+                             .progress = progress,
+                             .cut = call.cut()};
   if (call.ctx.compute_capability() == 90) {
     gate_gemm_cuda(call.ctx, problem);
   } else {
@@ -57,6 +60,7 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
           .y = of.y,
           .add = of.add,
           .squared = call.squared(),
+          .up_relu = call.up_relu(),
           .y_rows = of.y_rows,
           .activity = call.plan.counts};
 }

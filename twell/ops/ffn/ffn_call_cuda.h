@@ -65,6 +65,8 @@ struct FfnCallCuda {
   int64_t ffn() const { return buffers.layer.ffn; }
   bool gated() const { return buffers.layer.gated; }
   bool squared() const { return problem.weights.activation == Activation::kRelu2; }
+  bool up_relu() const { return problem.weights.activation == Activation::kDRelu; }
+  uint32_t cut() const { return bf16_cut(problem.weights.activation, problem.weights.threshold); }
 };
 
 inline constexpr int64_t kTwellTile = 256;

@@ -19,6 +19,7 @@ namespace {
 struct Layer {
   int64_t tokens, width, ffn;
   bool gated;
+  BlendedActivation f = {};
   DeviceBuffer<__nv_bfloat16> x, firing, other, down;
 
   Layer(int64_t tokens_in, int64_t width_in, int64_t ffn_in, bool gated_in, float bias)
@@ -45,7 +46,11 @@ struct Layer {
     return values;
   }
   FfnWeightsCuda weights() const {
-    return {gated ? firing.data() : nullptr, gated ? other.data() : firing.data(), down.data()};
+    return {.w_gate = gated ? firing.data() : nullptr,
+            .w_up = gated ? other.data() : firing.data(),
+            .w_down = down.data(),
+            .activation = f.kind,
+            .threshold = f.threshold};
   }
 };
 
@@ -100,30 +105,41 @@ struct Case {
 };
 class FfnPlanCudaTest : public testing::TestWithParam<Case> {};
 
+// FATReLU's threshold is one that bf16 has, so that gates may equal it.
+constexpr BlendedActivation kKinds[] = {{},
+                                        {.kind = Activation::kRelu2},
+                                        {.kind = Activation::kFatRelu, .threshold = 0.25f},
+                                        {.kind = Activation::kDRelu}};
+
 TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
   TWELL_GPU_TEST();
   const Case& c = GetParam();
-  const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
-  const Outcome dense = run(ctx, stream, layer, FfnPolicy::kDense, true);
-  EXPECT_FALSE(dense.plan.execution.sparse);
-  int64_t nnz = 0;
-  for (const int32_t count : dense.row_nnz) nnz += count;
-  EXPECT_EQ(dense.plan.nnz, nnz);
-  for (const FfnPolicy policy :
-       {FfnPolicy::kSparse, FfnPolicy::kTileUnion, FfnPolicy::kRowFused, FfnPolicy::kAuto}) {
-    if (policy == FfnPolicy::kSparse && c.tokens > 2048) continue;  // runs tile-union
-    for (const bool count_rows : {true, false}) {
-      const Outcome sparse = run(ctx, stream, layer, policy, count_rows);
-      // Both round to bf16, at the same places or fewer.
-      EXPECT_LT(difference(sparse.y, dense.y), std::ldexp(1.0, -7));
-      EXPECT_EQ(sparse.plan.tokens, c.tokens);
-      // The two gate GEMMs may round a value near zero to either side.
-      EXPECT_NEAR(static_cast<double>(sparse.plan.nnz), static_cast<double>(nnz),
-                  1e-3 * static_cast<double>(nnz) + 2.0);
-      if (count_rows) {
-        int64_t sum = 0;
-        for (const int32_t count : sparse.row_nnz) sum += count;
-        EXPECT_EQ(sum, sparse.plan.nnz);
+  Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
+  for (const BlendedActivation& kind : kKinds) {
+    if (kind.is_drelu() && !c.gated) continue;
+    SCOPED_TRACE(activation_name(kind.kind));
+    layer.f = kind;
+    const Outcome dense = run(ctx, stream, layer, FfnPolicy::kDense, true);
+    EXPECT_FALSE(dense.plan.execution.sparse);
+    int64_t nnz = 0;
+    for (const int32_t count : dense.row_nnz) nnz += count;
+    EXPECT_EQ(dense.plan.nnz, nnz);
+    for (const FfnPolicy policy :
+         {FfnPolicy::kSparse, FfnPolicy::kTileUnion, FfnPolicy::kRowFused, FfnPolicy::kAuto}) {
+      if (policy == FfnPolicy::kSparse && c.tokens > 2048) continue;  // runs tile-union
+      for (const bool count_rows : {true, false}) {
+        const Outcome sparse = run(ctx, stream, layer, policy, count_rows);
+        // Both round to bf16, at the same places or fewer.
+        EXPECT_LT(difference(sparse.y, dense.y), std::ldexp(1.0, -7));
+        EXPECT_EQ(sparse.plan.tokens, c.tokens);
+        // The two gate GEMMs may round a value near zero to either side.
+        EXPECT_NEAR(static_cast<double>(sparse.plan.nnz), static_cast<double>(nnz),
+                    1e-3 * static_cast<double>(nnz) + 2.0);
+        if (count_rows) {
+          int64_t sum = 0;
+          for (const int32_t count : sparse.row_nnz) sum += count;
+          EXPECT_EQ(sum, sparse.plan.nnz);
+        }
       }
     }
   }
@@ -133,62 +149,67 @@ TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
 // candidates there are.
 TEST(FfnPlanCuda, RunsBehindAScreen) {
   TWELL_HOPPER_TEST();
-  const Layer layer(9000, 1024, 4096, true, -2.0f);
-  const Outcome want = run(ctx, stream, layer, FfnPolicy::kTileUnion, true);
-  for (const ScreenBound bound : {ScreenBound::kStrict, ScreenBound::kProbabilistic}) {
-    const auto gate8 = poisoned<int8_t>(layer.ffn * layer.width);
-    const auto spread = poisoned<int32_t>(layer.ffn);
-    const auto rounding = poisoned<float>(1);
-    const auto x8 = poisoned<int8_t>(layer.tokens * layer.width);
-    const auto bounds = poisoned<TokenBound>(layer.tokens);
-    TWELL_CUDA_CHECK(launch_rotate_gate({.neurons = layer.ffn,
-                                         .width = layer.width,
-                                         .w_gate = layer.firing.data(),
-                                         .values = gate8.data(),
-                                         .spread = spread.data(),
-                                         .rounding = rounding.data(),
-                                         .bound = bound},
-                                        ctx.stream()));
-    const RotatedRowsCuda rotated{x8.data(), bounds.data()};
-    TWELL_CUDA_CHECK(launch_rotate_rows({.tokens = layer.tokens,
-                                         .width = layer.width,
-                                         .x = layer.x.data(),
-                                         .rotated = rotated,
-                                         .rounding = rounding.data(),
-                                         .bound = bound},
-                                        ctx.stream()));
-    FfnPlansCuda plans(ctx, 1, layer.ffn, FfnPolicy::kScreened);
-    FfnWorkspaceCuda workspace(ctx, layer.tokens, layer.width, layer.ffn, true);
-    const auto y = poisoned<__nv_bfloat16>(layer.tokens * layer.width);
-    const auto row_nnz = poisoned<int32_t>(layer.tokens);
-    FfnForwardCuda problem{.tokens = layer.tokens,
-                           .weights = layer.weights(),
-                           .x = layer.x.data(),
-                           .y = y.data(),
-                           .row_nnz = row_nnz.data(),
-                           .rotated = rotated};
-    problem.weights.screen = {.values = gate8.data(),
-                              .spread = spread.data(),
-                              .rounding = rounding.data(),
-                              .bound = bound};
-    EXPECT_FALSE(ffn_reads_rotated(problem, plans[0], workspace));  // nothing measured yet
-    plans[0].activity = {.nnz_per_token = 100.0, .union_share = 0.9, .candidate_share = 0.05};
-    ASSERT_TRUE(ffn_reads_rotated(problem, plans[0], workspace));
-    ffn_forward_cuda(ctx, problem, plans[0], workspace);
-    EXPECT_EQ(plans[0].plan.execution.name, "screened");
-    plans.update(ctx);
-    EXPECT_EQ(download(row_nnz), want.row_nnz);
-    EXPECT_EQ(plans[0].plan.nnz, want.plan.nnz);
-    EXPECT_EQ(plans[0].plan.tokens, layer.tokens);
-    // The screen of 128 tokens was checked.
-    EXPECT_GT(plans[0].plan.checked_pairs, 0);
-    EXPECT_LT(plans[0].plan.checked_pairs, want.plan.nnz / 40);
-    EXPECT_EQ(plans[0].plan.missed_pairs, 0);
-    EXPECT_LT(difference(download(y), want.y), std::ldexp(1.0, -8));
-    EXPECT_GE(plans[0].activity.candidate_share, want.activity.union_share);
-    EXPECT_LE(plans[0].activity.candidate_share, 1.0);
-    problem.rotated = {};
-    EXPECT_FALSE(ffn_reads_rotated(problem, plans[0], workspace));
+  Layer layer(9000, 1024, 4096, true, -2.0f);
+  for (const BlendedActivation& kind : kKinds) {
+    if (kind.is_relu2()) continue;
+    SCOPED_TRACE(activation_name(kind.kind));
+    layer.f = kind;
+    const Outcome want = run(ctx, stream, layer, FfnPolicy::kTileUnion, true);
+    for (const ScreenBound bound : {ScreenBound::kStrict, ScreenBound::kProbabilistic}) {
+      const auto gate8 = poisoned<int8_t>(layer.ffn * layer.width);
+      const auto spread = poisoned<int32_t>(layer.ffn);
+      const auto rounding = poisoned<float>(1);
+      const auto x8 = poisoned<int8_t>(layer.tokens * layer.width);
+      const auto bounds = poisoned<TokenBound>(layer.tokens);
+      TWELL_CUDA_CHECK(launch_rotate_gate({.neurons = layer.ffn,
+                                           .width = layer.width,
+                                           .w_gate = layer.firing.data(),
+                                           .values = gate8.data(),
+                                           .spread = spread.data(),
+                                           .rounding = rounding.data(),
+                                           .bound = bound},
+                                          ctx.stream()));
+      const RotatedRowsCuda rotated{x8.data(), bounds.data()};
+      TWELL_CUDA_CHECK(launch_rotate_rows({.tokens = layer.tokens,
+                                           .width = layer.width,
+                                           .x = layer.x.data(),
+                                           .rotated = rotated,
+                                           .rounding = rounding.data(),
+                                           .bound = bound},
+                                          ctx.stream()));
+      FfnPlansCuda plans(ctx, 1, layer.ffn, FfnPolicy::kScreened);
+      FfnWorkspaceCuda workspace(ctx, layer.tokens, layer.width, layer.ffn, true);
+      const auto y = poisoned<__nv_bfloat16>(layer.tokens * layer.width);
+      const auto row_nnz = poisoned<int32_t>(layer.tokens);
+      FfnForwardCuda problem{.tokens = layer.tokens,
+                             .weights = layer.weights(),
+                             .x = layer.x.data(),
+                             .y = y.data(),
+                             .row_nnz = row_nnz.data(),
+                             .rotated = rotated};
+      problem.weights.screen = {.values = gate8.data(),
+                                .spread = spread.data(),
+                                .rounding = rounding.data(),
+                                .bound = bound};
+      EXPECT_FALSE(ffn_reads_rotated(problem, plans[0], workspace));  // nothing measured yet
+      plans[0].activity = {.nnz_per_token = 100.0, .union_share = 0.9, .candidate_share = 0.05};
+      ASSERT_TRUE(ffn_reads_rotated(problem, plans[0], workspace));
+      ffn_forward_cuda(ctx, problem, plans[0], workspace);
+      EXPECT_EQ(plans[0].plan.execution.name, "screened");
+      plans.update(ctx);
+      EXPECT_EQ(download(row_nnz), want.row_nnz);
+      EXPECT_EQ(plans[0].plan.nnz, want.plan.nnz);
+      EXPECT_EQ(plans[0].plan.tokens, layer.tokens);
+      // The screen of 128 tokens was checked.
+      EXPECT_GT(plans[0].plan.checked_pairs, 0);
+      EXPECT_LT(plans[0].plan.checked_pairs, want.plan.nnz / 40);
+      EXPECT_EQ(plans[0].plan.missed_pairs, 0);
+      EXPECT_LT(difference(download(y), want.y), std::ldexp(1.0, -8));
+      EXPECT_GE(plans[0].activity.candidate_share, want.activity.union_share);
+      EXPECT_LE(plans[0].activity.candidate_share, 1.0);
+      problem.rotated = {};
+      EXPECT_FALSE(ffn_reads_rotated(problem, plans[0], workspace));
+    }
   }
 }
 

@@ -42,7 +42,7 @@ struct Layer {
   FfnWeights weights() const {
     FfnWeights out{{}, up.matrix(f, d), down.matrix(f, d)};
     if (gated) out.w_gate = gate.matrix(f, d);
-    out.activation = {activation};
+    out.activation = {.kind = activation, .threshold = threshold};
     return out;
   }
   Buffer<float> run(FfnPolicy policy, int threads, FfnPlan* plan_out = nullptr,
@@ -60,10 +60,12 @@ struct Layer {
   int64_t m, d, f;
   bool gated;
   Activation activation = Activation::kRelu;
+  float threshold = 0.0f;  // of FATReLU
   Buffer<float> x, gate, up, down;
 
   double activate(double z) const {
     if (activation == Activation::kSilu) return z / (1.0 + std::exp(-z));
+    if (activation == Activation::kFatRelu) return z > static_cast<double>(threshold) ? z : 0.0;
     return activation == Activation::kRelu2 ? std::max(z, 0.0) * std::max(z, 0.0)
                                             : std::max(z, 0.0);
   }
@@ -104,21 +106,25 @@ Reference reference(const Layer& layer) {
       double g_norm = 0.0;
       const double g = dot(x, firing.data() + n * layer.d, layer.d, g_norm);
       const double g_error = eps_d * g_norm;
-      if (g > g_error) ++out.row_nnz[static_cast<size_t>(row)];
-      if (std::abs(g) <= g_error) ++out.unsure[static_cast<size_t>(row)];
+      const double cut = static_cast<double>(layer.threshold);
+      const bool unsure = std::abs(g - cut) <= g_error;
+      if (g - cut > g_error) ++out.row_nnz[static_cast<size_t>(row)];
+      if (unsure) ++out.unsure[static_cast<size_t>(row)];
       double u = 1.0;
       double u_norm = 0.0;
       if (layer.gated) u = dot(x, layer.up.data() + n * layer.d, layer.d, u_norm);
+      if (layer.activation == Activation::kDRelu) u = std::max(u, 0.0);
       const double fired = layer.activate(g);
       const double h = fired * u;
       // The slope of SiLU is 1.1 at most; its own rounding is a few eps.
       const double slope = layer.activation == Activation::kSilu    ? 1.1
                            : layer.activation == Activation::kRelu2 ? 2.0 * (std::abs(g) + g_error)
                                                                     : 1.0;
-      const double h_error = g > -g_error || layer.activation == Activation::kSilu
-                                 ? slope * g_error * std::abs(u) +
-                                       std::abs(fired) * (eps_d * u_norm + 4.0 * eps * std::abs(u))
-                                 : 0.0;
+      double h_error = g - cut > -g_error || layer.activation == Activation::kSilu
+                           ? slope * g_error * std::abs(u) +
+                                 std::abs(fired) * (eps_d * u_norm + 4.0 * eps * std::abs(u))
+                           : 0.0;
+      if (unsure) h_error += cut * std::abs(u);  // FATReLU's jump
       for (int64_t k = 0; k < layer.d; ++k) {
         const auto at = static_cast<size_t>(row * layer.d + k);
         const double w = layer.down[n * layer.d + k];
@@ -158,10 +164,12 @@ class FfnExecutions : public testing::TestWithParam<Activation> {};
 
 TEST_P(FfnExecutions, AllGiveTheDenseResult) {
   for (const bool gated : {true, false}) {
+    if (!gated && GetParam() == Activation::kDRelu) continue;
     for (const float bias : {2.0f, 0.0f, -9.0f}) {
       for (const int64_t m : {1, 127, 129}) {
         Layer layer(m, 72, 600, gated, bias, m > 1 ? 5 : -1);
         layer.activation = GetParam();
+        if (GetParam() == Activation::kFatRelu) layer.threshold = 0.3f;
         const Reference expected = reference(layer);
         for (const FfnPolicy policy : kPolicies) {
           SCOPED_TRACE(testing::Message() << "gated " << gated << " bias " << bias << " M " << m
@@ -182,7 +190,8 @@ TEST_P(FfnExecutions, AllGiveTheDenseResult) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Activations, FfnExecutions,
-                         testing::Values(Activation::kRelu, Activation::kRelu2),
+                         testing::Values(Activation::kRelu, Activation::kRelu2,
+                                         Activation::kFatRelu, Activation::kDRelu),
                          [](const auto& suite_info) {
                            return std::string(activation_name(suite_info.param));
                          });

@@ -19,6 +19,7 @@ struct FfnWeightsCuda {
   const __nv_bfloat16* b_up = nullptr;    // [F]
   const __nv_bfloat16* b_down = nullptr;  // [D]; all three are null in a layer without biases
   RotatedGateCuda screen;                 // of w_gate; no values: none
+  float threshold = 0.0f;                 // of fatrelu
 
   bool biased() const { return b_down != nullptr; }
 };

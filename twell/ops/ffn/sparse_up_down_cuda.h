@@ -53,6 +53,7 @@ struct GateGemmCuda {
   TwellPacked out;  // shape [M, F], T = 256; spill [M * tiles, 256]; row_nnz [M], written
   const int32_t* condition = nullptr;  // device memory: if it holds 0, nothing is computed
   GateProgress progress{};             // not combined with a condition
+  uint32_t cut = 0;                    // of FATReLU, see bf16_cut
 };
 
 // What the words of GateProgress mean for these sizes.
@@ -73,7 +74,9 @@ cudaError_t launch_clear_counts(int32_t* counts, int64_t rows, int32_t* progress
 // Up and down on packed gates, on the GPU, bf16 with f32 accumulation, in two executions:
 //   gated:      h = f(g) * (x w_up^T) on the active neurons, y = h w_down
 //   non-gated:  h = f(g), y = h w_down
-// g is the packed ReLU; f(g) is g, or g^2 for relu2.
+// g is the packed ReLU or FATReLU; f(g) is g, or g^2 for relu2. With up_relu (dReLU) the ReLU of
+// the product with w_up stands in its place.
+//
 // Tile-union (Hopper) cuts the tokens into tiles of 128. The union of a tile's active neurons is
 // compacted, and its weight rows are gathered into two small dense GEMMs on the tensor cores. Heavy
 // rows, far above the mean (the first tokens of a sequence), would swell the union of every tile
@@ -104,8 +107,9 @@ struct SparseUpDownCuda {
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
   bool add = false;                       // y += instead of =
   bool squared = false;                   // f(g) = g^2
-  const int32_t* y_rows = nullptr;        // [M] row of y of each row of x; null: its own
-  ActivityCuda* activity = nullptr;       // added to; may be null
+  bool up_relu = false;
+  const int32_t* y_rows = nullptr;   // [M] row of y of each row of x; null: its own
+  ActivityCuda* activity = nullptr;  // added to; may be null
   // The gate comes from a gate GEMM of these sizes, directly before on this stream, which was given
   // the workspace's progress(tokens). Then this call starts while the gate GEMM runs. Gated only.
   bool follows_gate = false;
@@ -234,6 +238,8 @@ struct Gate {
   const int32_t* packed = nullptr;
   GatePhases phases = {};
   bool squared = false;  // place_gates and up take g^2 for g
+  bool up_relu = false;  // up takes the ReLU of its product
+  uint32_t cut = 0;      // of FATReLU, where up computes the gate too
   // CandidatesCuda::words of a screen, in place of `words` and `spill`; row_nnz counts candidates.
   const uint32_t* candidates = nullptr;
 };

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/ffn_train/choice.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -52,12 +54,19 @@ constexpr double kHybridShare = 0.95;
 
 // Its kernels count like those of tile-union.
 constexpr GpuFfnLimits kHybridLimits = {
-    .most_width = 131072, .most_ffn = 524288, .most_weights = (int64_t{1} << 35) - 1};
+    .activations = activation_set(Activation::kRelu, Activation::kRelu2, Activation::kFatRelu,
+                                  Activation::kDRelu),
+    .most_width = 131072,
+    .most_ffn = 524288,
+    .most_weights = (int64_t{1} << 35) - 1};
 
 }  // namespace
 
 std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer) {
-  return execution == FfnTrainExecution::kDense ? "" : gpu_ffn_outside(kHybridLimits, layer);
+  if (execution == FfnTrainExecution::kDense) return "";
+  if (layer.biased) return "layers with biases train dense";
+  if (layer.ffn % 8 != 0) return fmt::format("an FFN size of {} is no multiple of 8", layer.ffn);
+  return gpu_ffn_outside(kHybridLimits, layer);
 }
 
 FfnTrainExecution choose_gpu_ffn_train(const GpuFfnLayer& layer, int64_t tokens,

@@ -3,7 +3,9 @@
 // measured. Plain arithmetic without CUDA headers.
 //   execution   GPU      takes
 //   dense       any      every layer
-//   hybrid      Hopper   ReLU and relu2, F up to 524,288, D up to 131,072, D F below 2^35
+//   hybrid      Hopper   activations that leave zeros, no biases, F a multiple of 8 up to 524,288,
+//   D up to
+//                        131,072, D F below 2^35
 #pragma once
 
 #include <cstdint>

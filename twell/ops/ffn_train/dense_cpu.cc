@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "twell/ops/activation/activation_rows.h"
+#include "twell/ops/bias/bias.h"
 #include "twell/ops/ffn_train/ffn_train_cpu.h"
 #include "twell/ops/matmul/matmul.h"
 
@@ -52,10 +53,17 @@ FfnTrainStats dense_forward(Context& ctx, const FfnTrainForward& problem, FfnSav
     const ConstMatrixF x = problem.x.slice_rows(first, count);
     const MatrixF gate = saved.dense_gate(tokens).slice_rows(first, count);
     linear_forward(ctx, x, w.firing(), gate);
-    if (w.gated()) linear_forward(ctx, x, w.w_up, saved.dense_up(tokens).slice_rows(first, count));
+    if (w.biased()) bias_forward(ctx, w.firing_bias(), gate);
+    if (w.gated()) {
+      const MatrixF up = saved.dense_up(tokens).slice_rows(first, count);
+      linear_forward(ctx, x, w.w_up, up);
+      if (w.biased()) bias_forward(ctx, w.b_up, up);
+    }
     const MatrixF h = needs_h(w) ? h_buffer.slice_rows(0, count) : gate;
     activate(ctx, w.activation, saved, first, h, flags, activity);
-    matmul(ctx, {.a = h, .b = w.w_down, .c = problem.y.slice_rows(first, count)});
+    const MatrixF y = problem.y.slice_rows(first, count);
+    matmul(ctx, {.a = h, .b = w.w_down, .c = y});
+    if (w.biased()) bias_forward(ctx, w.b_down, y);
   }
 
   flags.merge();
@@ -90,6 +98,11 @@ void dense_backward_step(Context& ctx, const FfnWeights& w, float l1_scale,
     }
   });
   const MatrixF d_firing = d_h;  // overwritten in place
+  if (w.biased()) {
+    bias_backward(ctx, d_firing, grads.firing_bias());
+    if (w.gated()) bias_backward(ctx, d_up, grads.b_up);
+    bias_backward(ctx, d_y, grads.b_down);
+  }
   linear_backward(
       ctx, {.x = x, .weight = w.firing(), .d_y = d_firing, .d_x = d_x, .d_weight = grads.firing()});
   if (w.gated()) {

@@ -5,6 +5,9 @@
 #include <algorithm>
 
 #include "twell/base/for_each.cuh"
+#include "twell/base/rounding.h"
+#include "twell/ops/activation/activation.cuh"
+#include "twell/ops/bias/bias_cuda.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/matmul/matmul_cuda.h"
@@ -26,31 +29,36 @@ int64_t union_mask_words(int64_t tokens, int64_t ffn) {
   return (tokens + kUnionTokens - 1) / kUnionTokens * ((ffn + 31) / 32);
 }
 
+// Arrays of a token and its neurons have rows of whole pieces of 8 values; nothing reads those
+// behind F, whatever they hold.
+int64_t row_stride(int64_t ffn) { return round_up(ffn, int64_t{8}); }
+
 // h = f(g) * u, or f(g) without a gate (u null), and the layer's activity. Where h is null, only
 // its activity.
 struct HiddenForward {
-  const __nv_bfloat16* g = nullptr;      // [M, F], 0 where a neuron does not fire
-  const __nv_bfloat16* u = nullptr;      // [M, F]
-  __nv_bfloat16* h = nullptr;            // [M, F]
+  const __nv_bfloat16* g = nullptr;      // [M, row_stride(F)] f's input, or its ReLU
+  const __nv_bfloat16* u = nullptr;      // [M, row_stride(F)]
+  __nv_bfloat16* h = nullptr;            // [M, row_stride(F)]
   int64_t tokens = 0;                    // M
-  int64_t ffn = 0;                       // F, a multiple of 8
+  int64_t ffn = 0;                       // F
   FfnTrainCountsCuda* counts = nullptr;  // added to, or null
   uint8_t* active = nullptr;             // [F], or null
   uint32_t* union_mask = nullptr;        // [union_mask_words(M, F)], must be 0 before
   OrderedSum sum;                        // [hidden_ctas(M)]
-  bool squared = false;                  // relu2: f(g) = g^2
+  float threshold = 0.0f;                // of fatrelu
+  const float* relu_share = nullptr;     // one, in device memory, or null
 };
 
 // First d_h += l1_scale * sign(h). Then g becomes d_g = d_h * u * f'(g), u (if not null) becomes
-// d_u = d_h * f(g), both zero where the neuron did not fire, and d_h becomes h. With `keeps_g`, g
-// stays as it is, and d_h becomes d_g.
+// d_u = d_h * f(g), and d_h becomes h. With `keeps_g`, g stays as it is, and d_h becomes d_g.
 struct HiddenBackward {
-  __nv_bfloat16* d_h = nullptr;     // [M, F]
-  __nv_bfloat16* g = nullptr;       // [M, F]
-  __nv_bfloat16* u = nullptr;       // [M, F]
-  int64_t size = 0;                 // M F, a multiple of 8
-  const float* l1_scale = nullptr;  // one, in device memory
-  bool squared = false;             // relu2
+  __nv_bfloat16* d_h = nullptr;       // [M, row_stride(F)]
+  __nv_bfloat16* g = nullptr;         // [M, row_stride(F)]
+  __nv_bfloat16* u = nullptr;         // [M, row_stride(F)]
+  int64_t size = 0;                   // values of each
+  const float* l1_scale = nullptr;    // one, in device memory
+  float threshold = 0.0f;             // of fatrelu
+  const float* relu_share = nullptr;  // one, in device memory, or null
   bool keeps_g = false;
 };
 
@@ -64,10 +72,35 @@ __device__ __forceinline__ int add_to_union(uint32_t* word, uint32_t bits) {
   return __popc(bits & ~atomicOr(word, bits));
 }
 
+__device__ __forceinline__ float share_of(const float* relu_share) {
+  return relu_share == nullptr ? 0.0f : *relu_share;
+}
+
+// A word of two neurons, of which `valid` (bits 0 and 1) exist: h, which is 0 for the others and
+// where the neuron is not active. Adds |h| to l1 and sets bits of the active ones in `active`.
+template <Activation kKind>
+__device__ __forceinline__ uint32_t hidden_word(uint32_t g, uint32_t u, uint32_t valid,
+                                                float threshold, float share, float& l1,
+                                                uint32_t& active) {
+  const Activated first = twell::activated<kKind>(low_half(g), threshold, share);
+  const Activated second = twell::activated<kKind>(high_half(g), threshold, share);
+  active =
+      (static_cast<uint32_t>(first.active) | static_cast<uint32_t>(second.active) << 1) & valid;
+  // Where f leaves zeros, h is 0 whatever u is.
+  const uint32_t counts = kLeavesZeros<kKind> ? active : valid;
+  const float h0 = (counts & 1) != 0 ? first.value * up_factor<kKind>(low_half(u)) : 0.0f;
+  const float h1 = (counts & 2) != 0 ? second.value * up_factor<kKind>(high_half(u)) : 0.0f;
+  l1 += fabsf(h0);
+  l1 += fabsf(h1);
+  return bf16x2(h0, h1);
+}
+
 // Each CTA handles kRows tokens.
+template <Activation kKind>
 __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward problem) {
   __shared__ int row_nnz[kRows];
-  const int pieces = static_cast<int>(problem.ffn / 8);
+  const int pieces = static_cast<int>((problem.ffn + 7) / 8);
+  const float threshold = problem.threshold, share = share_of(problem.relu_share);
   const int64_t first_row = int64_t{blockIdx.x} * kRows;
   const int rows = static_cast<int>(min(int64_t{kRows}, problem.tokens - first_row));
   const auto* g = reinterpret_cast<const uint4*>(problem.g) + first_row * pieces;
@@ -82,16 +115,21 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   float l1 = 0.0f;
   for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
     uint32_t any = 0;  // bit per neuron of the piece: it fires on one of the rows
+    const int64_t left = problem.ffn - int64_t{piece} * 8;
+    const uint32_t valid = left >= 8 ? 0xff : (1u << left) - 1;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       if (row >= rows) break;
       const uint4 gate = g[int64_t{row} * pieces + piece];
       const uint4 up = gated ? u[int64_t{row} * pieces + piece] : ones;
-      const uint4 out{hidden_pair(gate.x, up.x, problem.squared, l1),
-                      hidden_pair(gate.y, up.y, problem.squared, l1),
-                      hidden_pair(gate.z, up.z, problem.squared, l1),
-                      hidden_pair(gate.w, up.w, problem.squared, l1)};
-      const uint32_t bits = fired_bits(gate);
+      uint32_t active[4];
+      const auto word = [&](uint32_t g_word, uint32_t u_word, int i) {
+        return hidden_word<kKind>(g_word, u_word, valid >> (2 * i) & 3, threshold, share, l1,
+                                  active[i]);
+      };
+      const uint4 out{word(gate.x, up.x, 0), word(gate.y, up.y, 1), word(gate.z, up.z, 2),
+                      word(gate.w, up.w, 3)};
+      const uint32_t bits = active[0] | active[1] << 2 | active[2] << 4 | active[3] << 6;
       nnz[row] += __popc(bits);
       any |= bits;
       if (problem.h != nullptr) h[int64_t{row} * pieces + piece] = out;
@@ -142,7 +180,31 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   }
 }
 
+// The same word in backward, see HiddenBackward.
+template <Activation kKind>
+__device__ __forceinline__ void backward_word(uint32_t& d_h, uint32_t& g, uint32_t& u,
+                                              const HiddenBackward& p, float l1_scale,
+                                              float share) {
+  float d_gate[2], d_up[2], h[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const Activated f =
+        twell::activated<kKind>(i == 0 ? low_half(g) : high_half(g), p.threshold, share);
+    const float factor = up_factor<kKind>(i == 0 ? low_half(u) : high_half(u));
+    const bool counts = !kLeavesZeros<kKind> || f.active;
+    h[i] = counts ? f.value * factor : 0.0f;
+    const float d = with_l1(i == 0 ? low_half(d_h) : high_half(d_h), h[i], l1_scale);
+    d_gate[i] = counts ? d * (factor * f.slope) : 0.0f;
+    const bool passes = counts && !(kKind == Activation::kDRelu && factor == 0.0f);
+    d_up[i] = passes ? d * f.value : 0.0f;
+  }
+  g = bf16x2(d_gate[0], d_gate[1]);
+  u = bf16x2(d_up[0], d_up[1]);
+  d_h = bf16x2(h[0], h[1]);
+}
+
 // Eight values, i.e. 16 bytes of each array.
+template <Activation kKind>
 struct BackwardEight {
   HiddenBackward problem;
   __device__ void operator()(int64_t i) const {
@@ -151,7 +213,11 @@ struct BackwardEight {
     auto* u = reinterpret_cast<uint4*>(problem.u);
     uint4 d = d_h[i], gate = g[i];
     uint4 up = u != nullptr ? u[i] : uint4{kOnes, kOnes, kOnes, kOnes};
-    backward_eight(d, gate, up, problem.squared, *problem.l1_scale);
+    const float l1_scale = *problem.l1_scale, share = share_of(problem.relu_share);
+    backward_word<kKind>(d.x, gate.x, up.x, problem, l1_scale, share);
+    backward_word<kKind>(d.y, gate.y, up.y, problem, l1_scale, share);
+    backward_word<kKind>(d.z, gate.z, up.z, problem, l1_scale, share);
+    backward_word<kKind>(d.w, gate.w, up.w, problem, l1_scale, share);
     d_h[i] = problem.keeps_g ? gate : d;
     if (!problem.keeps_g) g[i] = gate;
     if (u != nullptr) u[i] = up;
@@ -159,12 +225,13 @@ struct BackwardEight {
 };
 
 struct SavedDense {
-  __nv_bfloat16* gate;  // [max_tokens, F] g; without a gate h
-  __nv_bfloat16* up;    // [max_tokens, F] u; null without a gate
+  __nv_bfloat16* gate;  // [max_tokens, row_stride(F)] f's input, its ReLU, or h
+  __nv_bfloat16* up;    // [max_tokens, row_stride(F)] u; null without a gate
 
   SavedDense(const FfnTrainShapeCuda& shape, Carver& carver)
-      : gate(carver.take<__nv_bfloat16>(shape.max_tokens * shape.ffn)),
-        up(carver.take<__nv_bfloat16>(shape.gated ? shape.max_tokens * shape.ffn : 0)) {}
+      : gate(carver.take<__nv_bfloat16>(shape.max_tokens * row_stride(shape.ffn))),
+        up(carver.take<__nv_bfloat16>(shape.gated ? shape.max_tokens * row_stride(shape.ffn) : 0)) {
+  }
   static SavedDense of(const FfnSavedCuda& saved) {
     Carver carver = device_carver(saved.memory);
     return {saved.shape, carver};
@@ -174,19 +241,38 @@ struct SavedDense {
 struct DenseWorkspace {
   OrderedSum sum;
   uint32_t* union_mask;   // [union_mask_words]
-  __nv_bfloat16* hidden;  // [max_tokens, F] h, then d_h
+  __nv_bfloat16* hidden;  // [max_tokens, row_stride(F)] h, then d_h
+  float* partial;         // for the gradients of biases
 
   DenseWorkspace(const FfnTrainShapeCuda& shape, Carver& carver) {
     sum.ticket = carver.take<uint32_t>(1);
     sum.parts = carver.take<double>(hidden_ctas(shape.max_tokens));
     union_mask = carver.take<uint32_t>(union_mask_words(shape.max_tokens, shape.ffn));
-    hidden = carver.take<__nv_bfloat16>(shape.max_tokens * shape.ffn);
+    hidden = carver.take<__nv_bfloat16>(shape.max_tokens * row_stride(shape.ffn));
+    partial = carver.take<float>(shape.biased ? bias_backward_partials(shape.max_tokens) *
+                                                    std::max(shape.ffn, shape.width)
+                                              : 0);
   }
   static DenseWorkspace of(const FfnTrainWorkspaceCuda& workspace) {
     Carver carver = device_carver(workspace.memory);
     return {workspace.shape, carver};
   }
 };
+
+}  // namespace
+
+namespace {
+
+// A bias comes between the product and its ReLU, and the epilogue has no threshold.
+bool relu_in_epilogue(const FfnWeightsCuda& weights) {
+  return leaves_zeros(weights.activation) && weights.activation != Activation::kFatRelu &&
+         !weights.biased();
+}
+
+// Whether the first product with its epilogue is h already.
+bool saves_hidden(const FfnWeightsCuda& weights) {
+  return weights.w_gate == nullptr && weights.activation == Activation::kRelu && !weights.biased();
+}
 
 }  // namespace
 
@@ -204,20 +290,30 @@ int64_t dense_workspace_bytes(const FfnTrainShapeCuda& shape) {
 
 void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, FfnSavedCuda& saved,
                         FfnTrainWorkspaceCuda& workspace) {
-  const auto& [max_tokens, width, ffn, gated] = saved.shape;
+  const int64_t width = saved.shape.width, ffn = saved.shape.ffn;
+  const bool gated = saved.shape.gated;
   const FfnWeightsCuda& weights = problem.weights;
   const SavedDense kept = SavedDense::of(saved);
   const DenseWorkspace work = DenseWorkspace::of(workspace);
-  const MatmulShapeCuda relu{
-      .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true, .relu = true};
-  matmul_cuda(ctx, relu, problem.x, gated ? weights.w_gate : weights.w_up, kept.gate);
+  const auto add_bias = [&](const __nv_bfloat16* bias, int64_t cols, __nv_bfloat16* x) {
+    if (!weights.biased()) return;
+    TWELL_CUDA_CHECK(launch_bias_forward(
+        {.tokens = problem.tokens, .width = cols, .bias = bias, .x = x}, ctx.stream()));
+  };
+  MatmulShapeCuda product{.rows = problem.tokens,
+                          .cols = ffn,
+                          .inner = width,
+                          .trans_b = true,
+                          .relu = relu_in_epilogue(weights),
+                          .c_stride = row_stride(ffn)};
+  matmul_cuda(ctx, product, problem.x, gated ? weights.w_gate : weights.w_up, kept.gate);
+  add_bias(gated ? weights.b_gate : weights.b_up, ffn, kept.gate);
   if (gated) {
-    const MatmulShapeCuda linear{
-        .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true};
-    matmul_cuda(ctx, linear, problem.x, weights.w_up, kept.up);
+    product.relu = false;
+    matmul_cuda(ctx, product, problem.x, weights.w_up, kept.up);
+    add_bias(weights.b_up, ffn, kept.up);
   }
-  const bool squared = weights.activation == Activation::kRelu2;
-  const bool in_place = !gated && !squared;  // h is the output of the first product
+  const bool in_place = saves_hidden(weights);
   __nv_bfloat16* hidden = in_place ? kept.gate : work.hidden;
   const bool counts = problem.counts != nullptr || problem.active != nullptr;
   if (!in_place || counts) {
@@ -234,60 +330,84 @@ void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, Ff
                              .active = problem.active,
                              .union_mask = work.union_mask,
                              .sum = work.sum,
-                             .squared = squared};
+                             .threshold = weights.threshold,
+                             .relu_share = problem.relu_share};
     const auto ctas = static_cast<unsigned>(hidden_ctas(problem.tokens));
-    hidden_forward_kernel<<<ctas, kThreads, 0, ctx.stream()>>>(step);
+    with_activation(weights.activation, [&]<Activation kKind>() {
+      hidden_forward_kernel<kKind><<<ctas, kThreads, 0, ctx.stream()>>>(step);
+    });
     TWELL_CUDA_CHECK_LAUNCH("hidden_forward_kernel");
   }
-  matmul_cuda(ctx, {.rows = problem.tokens, .cols = width, .inner = ffn}, hidden, weights.w_down,
-              problem.y);
+  matmul_cuda(ctx,
+              {.rows = problem.tokens, .cols = width, .inner = ffn, .a_stride = row_stride(ffn)},
+              hidden, weights.w_down, problem.y);
+  add_bias(weights.b_down, width, problem.y);
 }
 
 void dense_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem, FfnSavedCuda& saved,
                          FfnTrainWorkspaceCuda& workspace) {
-  const auto& [max_tokens, width, ffn, gated] = saved.shape;
+  const int64_t width = saved.shape.width, ffn = saved.shape.ffn;
+  const bool gated = saved.shape.gated;
   const FfnWeightsCuda& weights = problem.weights;
   const SavedDense kept = SavedDense::of(saved);
-  const auto linear = [&, rows = problem.tokens, cols = ffn, inner = width](
-                          const __nv_bfloat16* x, const __nv_bfloat16* w, const __nv_bfloat16* d_y,
+  const DenseWorkspace work = DenseWorkspace::of(workspace);
+  const auto linear = [&](const __nv_bfloat16* x, const __nv_bfloat16* w, const __nv_bfloat16* d_y,
                           __nv_bfloat16* d_x, bool d_x_add, float* d_w) {
-    linear_backward_cuda(ctx, {.rows = rows,
-                               .cols = cols,
-                               .inner = inner,
+    linear_backward_cuda(ctx, {.rows = problem.tokens,
+                               .cols = ffn,
+                               .inner = width,
                                .x = x,
                                .w = w,
                                .d_y = d_y,
                                .d_x = d_x,
                                .d_x_add = d_x_add,
                                .d_w = d_w,
-                               .d_w_add = problem.grads.add});
+                               .d_w_add = problem.grads.add,
+                               .d_y_stride = row_stride(ffn)});
+  };
+  const auto bias = [&](const __nv_bfloat16* d_y, int64_t cols, float* d_bias) {
+    if (!weights.biased()) return;
+    TWELL_CUDA_CHECK(launch_bias_backward({.tokens = problem.tokens,
+                                           .width = cols,
+                                           .d_y = d_y,
+                                           .d_bias = d_bias,
+                                           .partial = work.partial},
+                                          ctx.stream()));
   };
   __nv_bfloat16* gate = kept.gate;
-  __nv_bfloat16* d_hidden = DenseWorkspace::of(workspace).hidden;
-  const MatmulShapeCuda through_down{
-      .rows = problem.tokens, .cols = ffn, .inner = width, .trans_b = true};
+  __nv_bfloat16* d_hidden = work.hidden;
+  const MatmulShapeCuda through_down{.rows = problem.tokens,
+                                     .cols = ffn,
+                                     .inner = width,
+                                     .trans_b = true,
+                                     .c_stride = row_stride(ffn)};
   matmul_cuda(ctx, through_down, problem.d_y, weights.w_down, d_hidden);
-  const bool squared = weights.activation == Activation::kRelu2;
-  const bool in_place = !gated && !squared;  // the saved gate is h
+  const bool in_place = saves_hidden(weights);
   if (in_place) linear(problem.d_y, nullptr, gate, nullptr, false, problem.grads.w_down);
   const HiddenBackward step{.d_h = d_hidden,
                             .g = gate,
                             .u = gated ? kept.up : nullptr,
-                            .size = problem.tokens * ffn,
+                            .size = problem.tokens * row_stride(ffn),
                             .l1_scale = problem.l1_scale,
-                            .squared = squared,
+                            .threshold = weights.threshold,
+                            .relu_share = problem.relu_share,
                             .keeps_g = in_place};
-  TWELL_CUDA_CHECK(launch_for_each(step.size / 8, BackwardEight{step}, ctx.stream()));
+  with_activation(weights.activation, [&]<Activation kKind>() {
+    TWELL_CUDA_CHECK(launch_for_each(step.size / 8, BackwardEight<kKind>{step}, ctx.stream()));
+  });
   if (in_place) {
     linear(problem.x, weights.w_up, d_hidden, problem.d_x, false, problem.grads.w_up);
     return;
   }
   // d_hidden holds h now, gate d_g and kept.up d_u.
   linear(problem.d_y, nullptr, d_hidden, nullptr, false, problem.grads.w_down);
+  bias(problem.d_y, width, problem.grads.b_down);
+  bias(gate, ffn, gated ? problem.grads.b_gate : problem.grads.b_up);
   if (!gated) {
     linear(problem.x, weights.w_up, gate, problem.d_x, false, problem.grads.w_up);
     return;
   }
+  bias(kept.up, ffn, problem.grads.b_up);
   linear(problem.x, weights.w_gate, gate, problem.d_x, false, problem.grads.w_gate);
   linear(problem.x, weights.w_up, kept.up, problem.d_x, true, problem.grads.w_up);
 }
@@ -301,21 +421,23 @@ void check_shape(const FfnTrainShapeCuda& shape) {
   TWELL_CHECK(shape.max_tokens > 0 && shape.width > 0 && shape.ffn > 0,
               "FFN in training: {} tokens, width {}, {} neurons", shape.max_tokens, shape.width,
               shape.ffn);
-  TWELL_CHECK(shape.width % 8 == 0 && shape.ffn % 8 == 0,
-              "width {} and FFN size {} must be multiples of 8", shape.width, shape.ffn);
+  TWELL_CHECK(shape.width % 8 == 0 && (shape.ffn % 8 == 0 || !shape.biased),
+              "width {} and, with biases, FFN size {} must be multiples of 8", shape.width,
+              shape.ffn);
 }
 
 void check_call(const FfnTrainShapeCuda& saved, const FfnTrainShapeCuda& workspace, int64_t tokens,
                 const FfnWeightsCuda& weights) {
   TWELL_CHECK(saved.width == workspace.width && saved.ffn == workspace.ffn &&
-                  saved.gated == workspace.gated,
+                  saved.gated == workspace.gated && saved.biased == workspace.biased,
               "FFN of width {} and {} neurons in a workspace for {} and {}", saved.width, saved.ffn,
               workspace.width, workspace.ffn);
   TWELL_CHECK(tokens > 0 && tokens <= saved.max_tokens && tokens <= workspace.max_tokens,
               "{} tokens, at most {} were planned for", tokens,
               std::min(saved.max_tokens, workspace.max_tokens));
-  TWELL_CHECK(leaves_zeros(weights.activation), "the GPU trains ReLU and relu2 layers, not {}",
-              activation_name(weights.activation));
+  TWELL_CHECK(weights.biased() == saved.biased, "biases for a layer that has {}",
+              saved.biased ? "some" : "none");
+  TWELL_CHECK(weights.activation != Activation::kDRelu || saved.gated, "drelu needs a gate");
   TWELL_CHECK((weights.w_gate != nullptr) == saved.gated, "weights {} gate for a layer that has {}",
               weights.w_gate != nullptr ? "with a" : "without a", saved.gated ? "one" : "none");
 }
@@ -391,6 +513,8 @@ void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem
     ffn_train::dense_forward_cuda(ctx, problem, saved, workspace);
   } else {
     TWELL_CHECK(workspace.hybrid, "a hybrid call in a workspace for dense ones");
+    TWELL_CHECK(leaves_zeros(problem.weights.activation), "a hybrid call with {}",
+                activation_name(problem.weights.activation));
     ffn_train::hybrid_forward_cuda(ctx, problem, saved, workspace);
   }
   saved.tokens = problem.tokens;
@@ -411,8 +535,11 @@ void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& probl
 }
 
 GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {
-  return gpu_ffn_layer(gpu_device(ctx),
-                       {.width = shape.width, .ffn = shape.ffn, .gated = shape.gated});
+  return gpu_ffn_layer(gpu_device(ctx), {.width = shape.width,
+                                         .ffn = shape.ffn,
+                                         .gated = shape.gated,
+                                         .activation = shape.activation,
+                                         .biased = shape.biased});
 }
 
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {

@@ -6,12 +6,12 @@
 //           a gate h, in place of its input. Takes every activation
 //   hybrid  rows with at most W active neurons compact, heavier rows dense (format/hybrid.h); keeps
 //           and computes active neurons only
-// A neuron of a ReLU or relu2 layer is active on a token where the activation's input is not <= 0.
-// NaN counts as active, so that it reaches the loss. Both executions give the same result within
-// accumulation order. Where the heavy rows outgrow the tail, a hybrid call runs dense, and the
-// statistics say so. With other activations the execution is dense whatever the policy, and
-// activation_rows.h says which neurons are active. Repeats bit for bit for a given shape and thread
-// count.
+// A neuron of a layer whose activation leaves zeros is active on a token where the activation's
+// input is not <= 0, or not <= FATReLU's threshold. NaN counts as active, so that it reaches the
+// loss. Both executions give the same result within accumulation order. Where the heavy rows
+// outgrow the tail, a hybrid call runs dense, and the statistics say so. With other activations,
+// and with biases, the execution is dense whatever the policy, and activation_rows.h says which
+// neurons are active. Repeats bit for bit for a given shape and thread count.
 #pragma once
 
 #include <cstdint>

@@ -31,7 +31,7 @@ void check_rows(const Matrix<T>& m, const char* name, int64_t tokens, int64_t wi
 }
 
 bool wants_hybrid(const FfnTrainForward& problem) {
-  if (!problem.weights.activation.leaves_zeros()) return false;
+  if (!problem.weights.activation.leaves_zeros() || problem.weights.biased()) return false;
   if (problem.policy != FfnTrainPolicy::kAuto) return problem.policy == FfnTrainPolicy::kHybrid;
   return choose_ffn_train_execution(problem.x.rows, problem.x.cols, problem.weights.ffn(),
                                     problem.nnz_hint) == FfnTrainExecution::kHybrid;

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The feed-forward layer in training on the GPU, the op of ffn_train.h in bf16 with f32
 // accumulation (weight gradients are f32).
-//   dense   cuBLASLt GEMMs; keeps g, the output of the ReLU, and u [M, F]
+//   dense   cuBLASLt GEMMs; keeps the activation's input, or g where the GEMM applies the ReLU, and
+//   u
+//           [M, F]. Takes every activation, blends with ReLU, biases and any F
 //   hybrid  gate GEMM -> TwELL. All later work, backward included, is on active neurons only, and
 //           only they are kept for backward. Tiles of 128 tokens gather the weight rows of their
 //           active neurons; for weight gradients, tiles of 128 neurons gather their tokens. Hopper
-//           only; 16,384 tokens at a time
+//           only, activations that leave zeros, no biases, F a multiple of 8; 16,384 tokens at a
+//           time
 // Both give the same result within accumulation order, on every input. The caller picks the
 // execution from the counts of earlier steps (choose_gpu_ffn_train). Calls never synchronise,
 // repeat bit for bit, and can be captured in a CUDA graph. Throws Error where sizes do not match.
@@ -30,6 +33,8 @@ struct FfnTrainGradsCuda {
   float* w_up = nullptr;    // [F, D] accumulated
   float* w_down = nullptr;  // [F, D] accumulated
   bool add = true;          // false: they are overwritten
+  // [F], [F], [D] accumulated whatever `add` says; null where the layer has no gate or no biases.
+  float *b_gate = nullptr, *b_up = nullptr, *b_down = nullptr;
 };
 
 struct FfnTrainShapeCuda {
@@ -37,6 +42,9 @@ struct FfnTrainShapeCuda {
   int64_t width = 0;       // D
   int64_t ffn = 0;         // F
   bool gated = true;
+  bool biased = false;  // then F is a multiple of 8
+  // What hybrid calls have; dense ones take any.
+  Activation activation = Activation::kRelu;
 };
 
 // What the hybrid execution has room to keep of one chunk of tokens.
@@ -112,8 +120,10 @@ struct FfnTrainCountsCuda {
 };
 
 struct FfnTrainForwardCuda {
-  int64_t tokens = 0;                    // M
-  FfnWeightsCuda weights;                // ReLU or relu2, no biases
+  int64_t tokens = 0;  // M
+  FfnWeightsCuda weights;
+  // The share of ReLU in a blend with it, one value in device memory; null: none.
+  const float* relu_share = nullptr;
   const __nv_bfloat16* x = nullptr;      // [M, D]
   __nv_bfloat16* y = nullptr;            // [M, D] written; may not overlap x
   FfnTrainCountsCuda* counts = nullptr;  // of this layer, or null
@@ -131,6 +141,7 @@ void ffn_train_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem
 struct FfnTrainBackwardCuda {
   int64_t tokens = 0;                  // M of the forward
   FfnWeightsCuda weights;              // of the forward
+  const float* relu_share = nullptr;   // of the forward
   const __nv_bfloat16* x = nullptr;    // [M, D] of the forward
   const __nv_bfloat16* d_y = nullptr;  // [M, D]
   const float* l1_scale = nullptr;     // one value, see FfnTrainBackward
@@ -141,7 +152,7 @@ struct FfnTrainBackwardCuda {
 void ffn_train_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                              FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace);
 
-// A layer of this shape with ReLU, as the registry of executions sees it.
+// A layer of this shape, as the registry of executions sees it.
 GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape);
 // Why the hybrid execution cannot run on this context's device or shape; empty when it can.
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape);

@@ -62,12 +62,13 @@ std::vector<__nv_bfloat16> to_bf16_values(const std::vector<double>& values) {
 
 // What a forward and a backward pass leave.
 struct LayerResult {
-  std::vector<float> y, d_x, d_w_gate, d_w_up, d_w_down;
+  std::vector<float> y, d_x, d_w_gate, d_w_up, d_w_down, d_b_gate, d_b_up, d_b_down;
   std::vector<uint8_t> active;
   FfnTrainCountsCuda counts;
   bool operator==(const LayerResult& other) const {
     return y == other.y && d_x == other.d_x && d_w_gate == other.d_w_gate &&
-           d_w_up == other.d_w_up && d_w_down == other.d_w_down && active == other.active &&
+           d_w_up == other.d_w_up && d_w_down == other.d_w_down && d_b_gate == other.d_b_gate &&
+           d_b_up == other.d_b_up && d_b_down == other.d_b_down && active == other.active &&
            counts.l1_sum == other.counts.l1_sum;
   }
 };
@@ -79,13 +80,22 @@ struct LayerCuda {
   LayerCuda(CudaContext& ctx_in, const Problem& problem_in)
       : ctx(ctx_in),
         problem(problem_in),
-        shape{problem.tokens, problem.width, problem.ffn, problem.gated},
+        shape{.max_tokens = problem.tokens,
+              .width = problem.width,
+              .ffn = problem.ffn,
+              .gated = problem.gated,
+              .biased = !problem.b_down.empty(),
+              .activation = problem.f.kind},
         x(upload(to_bf16_values(problem.x))),
         d_y(upload(to_bf16_values(problem.d_y))),
         w_gate(upload(to_bf16_values(problem.w_gate))),
         w_up(upload(to_bf16_values(problem.w_up))),
         w_down(upload(to_bf16_values(problem.w_down))),
+        b_gate(upload(to_bf16_values(problem.b_gate))),
+        b_up(upload(to_bf16_values(problem.b_up))),
+        b_down(upload(to_bf16_values(problem.b_down))),
         l1_scale(upload(std::vector<float>{static_cast<float>(problem.l1_scale)})),
+        relu_share(upload(std::vector<float>{problem.f.relu_share})),
         saved(ctx, shape),
         workspace(ctx, shape) {
     reset();
@@ -98,16 +108,28 @@ struct LayerCuda {
     d_w_gate = upload(problem.gated ? start : std::vector<float>());
     d_w_up = upload(start);
     d_w_down = upload(start);
+    const auto biases = [](size_t n) { return upload(std::vector<float>(n, kStart)); };
+    d_b_gate = biases(problem.b_gate.size());
+    d_b_up = biases(problem.b_up.size());
+    d_b_down = biases(problem.b_down.size());
     active = upload(std::vector<uint8_t>(static_cast<size_t>(problem.ffn)));
     counts = upload(std::vector<FfnTrainCountsCuda>(1));
   }
   FfnWeightsCuda weights() const {
-    return {w_gate.data(), w_up.data(), w_down.data(),
-            problem.squared ? Activation::kRelu2 : Activation::kRelu};
+    return {.w_gate = w_gate.data(),
+            .w_up = w_up.data(),
+            .w_down = w_down.data(),
+            .activation = problem.f.kind,
+            .b_gate = b_gate.data(),
+            .b_up = b_up.data(),
+            .b_down = b_down.data(),
+            .threshold = problem.f.threshold};
   }
+  const float* share() const { return problem.f.relu_share > 0.0f ? relu_share.data() : nullptr; }
   FfnTrainForwardCuda forward() const {
     return {.tokens = problem.tokens,
             .weights = weights(),
+            .relu_share = share(),
             .x = x.data(),
             .y = y.data(),
             .counts = counts.data(),
@@ -116,11 +138,13 @@ struct LayerCuda {
   FfnTrainBackwardCuda backward() const {
     return {.tokens = problem.tokens,
             .weights = weights(),
+            .relu_share = share(),
             .x = x.data(),
             .d_y = d_y.data(),
             .l1_scale = l1_scale.data(),
             .d_x = d_x.data(),
-            .grads = {d_w_gate.data(), d_w_up.data(), d_w_down.data(), add}};
+            .grads = {d_w_gate.data(), d_w_up.data(), d_w_down.data(), add, d_b_gate.data(),
+                      d_b_up.data(), d_b_down.data()}};
   }
   void enqueue() {
     ffn_train_forward_cuda(ctx, forward(), saved, workspace);
@@ -128,8 +152,10 @@ struct LayerCuda {
   }
   LayerResult result() const {
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-    return {to_floats(download(y)), to_floats(download(d_x)), download(d_w_gate), download(d_w_up),
-            download(d_w_down),     download(active),         download(counts)[0]};
+    return {to_floats(download(y)), to_floats(download(d_x)), download(d_w_gate),
+            download(d_w_up),       download(d_w_down),       download(d_b_gate),
+            download(d_b_up),       download(d_b_down),       download(active),
+            download(counts)[0]};
   }
   LayerResult run(FfnTrainExecution execution, double nnz, double union_neurons = -1.0) {
     reset();
@@ -142,12 +168,12 @@ struct LayerCuda {
   Problem problem;
   FfnTrainShapeCuda shape;
   bool add = true;
-  DeviceBuffer<__nv_bfloat16> x, d_y, w_gate, w_up, w_down;
-  DeviceBuffer<float> l1_scale;
+  DeviceBuffer<__nv_bfloat16> x, d_y, w_gate, w_up, w_down, b_gate, b_up, b_down;
+  DeviceBuffer<float> l1_scale, relu_share;
   FfnSavedCuda saved;
   FfnTrainWorkspaceCuda workspace;
   DeviceBuffer<__nv_bfloat16> y, d_x;
-  DeviceBuffer<float> d_w_gate, d_w_up, d_w_down;
+  DeviceBuffer<float> d_w_gate, d_w_up, d_w_down, d_b_gate, d_b_up, d_b_down;
   DeviceBuffer<uint8_t> active;
   DeviceBuffer<FfnTrainCountsCuda> counts;
 };
@@ -176,6 +202,10 @@ void expect_matches(const LayerResult& got, const Problem& p, const reference::R
   expect_near(got.d_w_gate, expected.d_w_gate, start, "d_w_gate");
   expect_near(got.d_w_up, expected.d_w_up, start, "d_w_up");
   expect_near(got.d_w_down, expected.d_w_down, start, "d_w_down");
+  const double kept = LayerCuda::kStart;  // biases are always added to
+  expect_near(got.d_b_gate, expected.d_b_gate, kept, "d_b_gate");
+  expect_near(got.d_b_up, expected.d_b_up, kept, "d_b_up");
+  expect_near(got.d_b_down, expected.d_b_down, kept, "d_b_down");
   EXPECT_EQ(got.active, expected.active);
   int64_t nnz = 0, most = 0;
   for (const int64_t n : expected.row_nnz) {
@@ -201,11 +231,15 @@ double relative_error(const std::vector<float>& actual,
   return size > 0.0 ? std::sqrt(difference / size) : std::sqrt(difference);
 }
 
+constexpr BlendedActivation kRelu2 = {.kind = Activation::kRelu2};
+constexpr BlendedActivation kFatRelu = {.kind = Activation::kFatRelu, .threshold = 0.1f};
+
 struct Case {
   std::string name;
   int64_t tokens, width, ffn;
   int64_t (*row_nnz)(int64_t m, int64_t ffn);  // active neurons of token m
-  bool squared = false;                        // relu2
+  BlendedActivation f = {};
+  bool biased = false;
 };
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
@@ -242,7 +276,18 @@ Problem problem_of(const Case& c, bool gated) {
   const auto row_nnz = [&](int64_t m) { return c.row_nnz(m, c.ffn); };
   Problem p = make_bf16_problem(c.tokens, c.width, c.ffn, gated, row_nnz);
   p.l1_scale = 0.25;
-  p.squared = c.squared;
+  p.f = c.f;
+  // A neuron's u is far from 0, so that rounding does not change its sign.
+  for (int64_t j = 0; j < c.ffn && c.f.is_drelu(); ++j) {
+    p.w_up[reference::at(j, c.width, 0)] = j % 3 == 0 ? -32.0 : 32.0;
+  }
+  if (!c.biased) return p;
+  // Multiples of 1/64, so that gates near 0 stay exact.
+  for (int64_t j = 0; j < c.ffn; ++j) {
+    if (gated) p.b_gate.push_back(static_cast<double>(j % 5 - 2) / 64.0);
+    p.b_up.push_back(static_cast<double>(j % 7 - 3) / 64.0);
+  }
+  for (int64_t d = 0; d < c.width; ++d) p.b_down.push_back(static_cast<double>(d % 3) / 4.0);
   return p;
 }
 
@@ -356,17 +401,58 @@ INSTANTIATE_TEST_SUITE_P(Large, FfnTrainCudaTest,
 
 INSTANTIATE_TEST_SUITE_P(
     Relu2, FfnTrainCudaTest,
-    testing::Combine(testing::Values(Case{"one_token", 1, 16, 48, few, true},
-                                     Case{"all_full", 129, 72, 328, all, true},
-                                     Case{"few", 1000, 136, 584, few, true},
-                                     Case{"third_full", 300, 264, 520, third_full, true},
-                                     Case{"heavy_start", 1000, 64, 1032, heavy_start, true},
-                                     Case{"two_chunks", 16385, 24, 136, few, true}),
+    testing::Combine(testing::Values(Case{"one_token", 1, 16, 48, few, kRelu2},
+                                     Case{"all_full", 129, 72, 328, all, kRelu2},
+                                     Case{"few", 1000, 136, 584, few, kRelu2},
+                                     Case{"third_full", 300, 264, 520, third_full, kRelu2},
+                                     Case{"heavy_start", 1000, 64, 1032, heavy_start, kRelu2},
+                                     Case{"two_chunks", 16385, 24, 136, few, kRelu2}),
                      testing::Bool()),
     [](const auto& suite_info) {
       return std::get<0>(suite_info.param).name +
              (std::get<1>(suite_info.param) ? "_gated" : "_plain");
     });
+
+constexpr BlendedActivation of(Activation kind, float relu_share = 0.0f) {
+  return {.kind = kind, .relu_share = relu_share};
+}
+
+// Few of these have a sparse execution; the test says so.
+INSTANTIATE_TEST_SUITE_P(
+    Activations, FfnTrainCudaTest,
+    testing::Combine(
+        testing::Values(Case{"silu", 129, 72, 328, few, of(Activation::kSilu)},
+                        Case{"silu_one_token", 1, 16, 48, few, of(Activation::kSilu)},
+                        Case{"silu_blend", 300, 72, 200, few, of(Activation::kSilu, 0.3f)},
+                        Case{"gelu", 129, 72, 328, heavy_start, of(Activation::kGelu)},
+                        Case{"gelu_blend", 127, 72, 83, few, of(Activation::kGelu, 0.75f)},
+                        Case{"gelu_tanh", 129, 72, 328, few, of(Activation::kGeluTanh)},
+                        Case{"quick_gelu", 129, 72, 121, few, of(Activation::kQuickGelu)},
+                        Case{"fatrelu", 1000, 136, 584, few, kFatRelu},
+                        Case{"fatrelu_full", 129, 72, 328, all, kFatRelu},
+                        Case{"fatrelu_heavy", 1000, 64, 1032, heavy_start, kFatRelu},
+                        Case{"odd_ffn", 129, 72, 331, third_full},
+                        Case{"odd_ffn_tiny", 5, 8, 3, all},
+                        Case{"odd_ffn_relu2", 300, 24, 1021, few, kRelu2},
+                        Case{"biased", 300, 72, 328, few, {}, true},
+                        Case{"biased_silu", 129, 72, 328, few, of(Activation::kSilu), true},
+                        Case{"biased_relu2", 129, 72, 328, heavy_start, kRelu2, true},
+                        Case{"biased_fatrelu", 129, 72, 328, few, kFatRelu, true}),
+        testing::Bool()),
+    [](const auto& suite_info) {
+      return std::get<0>(suite_info.param).name +
+             (std::get<1>(suite_info.param) ? "_gated" : "_plain");
+    });
+
+INSTANTIATE_TEST_SUITE_P(
+    DRelu, FfnTrainCudaTest,
+    testing::Combine(testing::Values(Case{"few", 1000, 136, 584, few, of(Activation::kDRelu)},
+                                     Case{"full", 129, 72, 328, all, of(Activation::kDRelu)},
+                                     Case{"odd", 129, 72, 83, third_full, of(Activation::kDRelu)},
+                                     Case{"biased", 129, 72, 328, few, of(Activation::kDRelu),
+                                          true}),
+                     testing::Values(true)),
+    [](const auto& suite_info) { return std::get<0>(suite_info.param).name; });
 
 TEST(FfnTrainCudaGraph, Replays) {
   TWELL_GPU_TEST();
@@ -435,7 +521,7 @@ TEST(FfnTrainCudaContract, RefusesWhatDoesNotFit) {
   forward.weights.w_gate = nullptr;
   EXPECT_THROW(ffn_train_forward_cuda(ctx, forward, layer.saved, layer.workspace), Error);
   forward = layer.forward();
-  forward.weights.activation = Activation::kSilu;
+  forward.weights.b_down = layer.w_down.data();  // the layer was planned without biases
   EXPECT_THROW(ffn_train_forward_cuda(ctx, forward, layer.saved, layer.workspace), Error);
   // Nothing is saved yet.
   EXPECT_THROW(ffn_train_backward_cuda(ctx, layer.backward(), layer.saved, layer.workspace), Error);

@@ -66,10 +66,16 @@ __device__ __forceinline__ float with_l1(float d_h, float h, float l1_scale) {
   return d_h + (h > 0.0f ? l1_scale : (h < 0.0f ? -l1_scale : 0.0f));
 }
 
+// max(0, u) of eight values; NaN stays.
+__device__ __forceinline__ uint4 relu_of(const uint4& u) {
+  const auto pair = [](uint32_t word) { return gpu::relu_bf16x2(low_half(word), high_half(word)); };
+  return {pair(u.x), pair(u.y), pair(u.z), pair(u.w)};
+}
+
 // g becomes the gradient before the activation, u becomes d_u and d_h becomes h, all 0 where
-// the neuron is not active.
+// the neuron is not active. Under dReLU u is 0 where its ReLU is, and so is d_u.
 __device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32_t& u, bool squared,
-                                              float l1_scale) {
+                                              bool up_relu, float l1_scale) {
   const uint32_t fired = fired_bits(g);
   const bool first = (fired & 1) != 0, second = (fired & 2) != 0;
   const float g0 = low_half(g), g1 = high_half(g), u0 = low_half(u), u1 = high_half(u);
@@ -82,15 +88,17 @@ __device__ __forceinline__ void backward_pair(uint32_t& d_h, uint32_t& g, uint32
     slope1 *= 2.0f * g1;
   }
   g = bf16x2(first ? d0 * slope0 : 0.0f, second ? d1 * slope1 : 0.0f);
-  u = bf16x2(first ? d0 * f0 : 0.0f, second ? d1 * f1 : 0.0f);
+  const bool first_up = first && !(up_relu && u0 == 0.0f);
+  const bool second_up = second && !(up_relu && u1 == 0.0f);
+  u = bf16x2(first_up ? d0 * f0 : 0.0f, second_up ? d1 * f1 : 0.0f);
   d_h = bf16x2(h0, h1);
 }
 __device__ __forceinline__ void backward_eight(uint4& d_h, uint4& g, uint4& u, bool squared,
-                                               float l1_scale) {
-  backward_pair(d_h.x, g.x, u.x, squared, l1_scale);
-  backward_pair(d_h.y, g.y, u.y, squared, l1_scale);
-  backward_pair(d_h.z, g.z, u.z, squared, l1_scale);
-  backward_pair(d_h.w, g.w, u.w, squared, l1_scale);
+                                               bool up_relu, float l1_scale) {
+  backward_pair(d_h.x, g.x, u.x, squared, up_relu, l1_scale);
+  backward_pair(d_h.y, g.y, u.y, squared, up_relu, l1_scale);
+  backward_pair(d_h.z, g.z, u.z, squared, up_relu, l1_scale);
+  backward_pair(d_h.w, g.w, u.w, squared, up_relu, l1_scale);
 }
 
 // A pair of ones in bf16: u of a layer without a gate.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "twell/base/rng.h"
+#include "twell/format/activation.h"
 
 namespace twell::reference {
 
@@ -34,12 +35,14 @@ struct Problem {
   std::vector<double> x, d_y;                // [M, D]
   std::vector<double> w_gate, w_up, w_down;  // [F, D]; w_gate empty when not gated
   double l1_scale = 0.0;
-  bool squared = false;  // relu2 instead of ReLU
+  BlendedActivation f = {};
+  std::vector<double> b_gate = {}, b_up = {}, b_down = {};  // [F], [F], [D], or all empty
 };
 
 struct Result {
   std::vector<Tracked> y, d_x;                      // [M, D]
   std::vector<Tracked> d_w_gate, d_w_up, d_w_down;  // [F, D]
+  std::vector<Tracked> d_b_gate, d_b_up, d_b_down;  // as the biases
   Tracked l1_sum;
   std::vector<int64_t> row_nnz;  // [M]
   std::vector<uint8_t> active;   // [F]
@@ -62,8 +65,49 @@ inline void add_row(std::vector<Tracked>& out, int64_t row, Tracked factor,
   for (int64_t k = 0; k < n; ++k) out[at(row, n, k)] += factor * tracked(in[at(in_row, n, k)]);
 }
 
+// The smooth part of a blend, and its slope.
+inline void smooth(Activation kind, double x, double& value, double& slope) {
+  const double kA = 1.5957691216057308, kB = 0.044715 * kA;  // 2 sqrt(2 / pi)
+  if (kind == Activation::kGelu) {
+    const double s = 0.5 * std::erfc(-x / std::sqrt(2.0));
+    value = x * s;
+    slope = s + x * std::exp(-0.5 * x * x) / std::sqrt(2.0 * std::acos(-1.0));
+    return;
+  }
+  const bool tanh = kind == Activation::kGeluTanh;
+  const double scale = kind == Activation::kQuickGelu ? 1.702 : 1.0;
+  const double z = tanh ? x * (kA + kB * x * x) : scale * x;
+  const double s = 1.0 / (1.0 + std::exp(-z));
+  value = x * s;
+  slope = s + x * s * (1.0 - s) * (tanh ? kA + 3.0 * kB * x * x : scale);
+}
+
+// f(g) and f'(g). The second derivatives of the smooth ones stay below 1, and the first below 1.2.
+inline void activate(const BlendedActivation& f, Tracked g, Tracked& value, Tracked& slope,
+                     bool& active) {
+  if (f.leaves_zeros()) {
+    active = !(g.value <= static_cast<double>(f.zero_up_to()));
+    if (!active) g = {};
+    value = f.is_relu2() ? g * g : g;
+    slope = f.is_relu2() ? tracked(2.0) * g : tracked(active ? 1.0 : 0.0);
+    return;
+  }
+  const double share = static_cast<double>(f.relu_share);
+  double v = 0.0, s = 0.0;
+  smooth(f.kind, g.value, v, s);
+  const bool fires = g.value > 0.0;
+  active = share > 0.0 ? fires : v != 0.0;
+  v = (1.0 - share) * v + (fires ? share * g.value : 0.0);
+  s = (1.0 - share) * s + (fires ? share : 0.0);
+  value = {v, 1.2 * g.magnitude};
+  slope = {s, std::abs(s) + g.magnitude};
+}
+
 inline Result run(const Problem& p) {
   Result r;
+  r.d_b_gate.resize(p.b_gate.size());
+  r.d_b_up.resize(p.b_up.size());
+  r.d_b_down.resize(p.b_down.size());
   r.y.resize(p.x.size());
   r.d_x.resize(p.x.size());
   r.d_w_gate.resize(p.w_gate.size());
@@ -72,14 +116,30 @@ inline Result run(const Problem& p) {
   r.row_nnz.resize(static_cast<size_t>(p.tokens));
   r.active.resize(static_cast<size_t>(p.ffn));
   const Tracked l1 = tracked(p.l1_scale);
+  const auto biased = [](Tracked value, const std::vector<double>& bias, int64_t j) {
+    if (!bias.empty()) value += tracked(bias[static_cast<size_t>(j)]);
+    return value;
+  };
   for (int64_t m = 0; m < p.tokens; ++m) {
+    for (int64_t d = 0; d < p.width && !p.b_down.empty(); ++d) {
+      r.y[at(m, p.width, d)] += tracked(p.b_down[static_cast<size_t>(d)]);
+      r.d_b_down[static_cast<size_t>(d)] += tracked(p.d_y[at(m, p.width, d)]);
+    }
     for (int64_t j = 0; j < p.ffn; ++j) {
-      const Tracked g = dot(p.x, m, p.gated ? p.w_gate : p.w_up, j, p.width);
-      if (g.value <= 0.0) continue;
-      ++r.row_nnz[static_cast<size_t>(m)];
-      r.active[static_cast<size_t>(j)] = 1;
-      const Tracked u = p.gated ? dot(p.x, m, p.w_up, j, p.width) : tracked(1.0);
-      const Tracked f = p.squared ? g * g : g;
+      const Tracked g = biased(dot(p.x, m, p.gated ? p.w_gate : p.w_up, j, p.width),
+                               p.gated ? p.b_gate : p.b_up, j);
+      Tracked f, slope;
+      bool active = false;
+      activate(p.f, g, f, slope, active);
+      if (active) {
+        ++r.row_nnz[static_cast<size_t>(m)];
+        r.active[static_cast<size_t>(j)] = 1;
+      } else if (p.f.leaves_zeros()) {
+        continue;
+      }
+      Tracked u = p.gated ? biased(dot(p.x, m, p.w_up, j, p.width), p.b_up, j) : tracked(1.0);
+      const bool passes = !p.f.is_drelu() || u.value > 0.0;  // through the ReLU of u
+      if (!passes) u.value = 0.0;
       const Tracked h = f * u;
       const double sign = h.value > 0.0 ? 1.0 : (h.value < 0.0 ? -1.0 : 0.0);
       r.l1_sum += {std::abs(h.value), h.magnitude};
@@ -87,12 +147,14 @@ inline Result run(const Problem& p) {
       Tracked d_h = dot(p.d_y, m, p.w_down, j, p.width);
       d_h += tracked(sign) * l1;
       add_row(r.d_w_down, j, h, p.d_y, m, p.width);
-      const Tracked slope = p.squared ? tracked(2.0) * g : tracked(1.0);
       if (p.gated) {
         add_row(r.d_x, m, d_h * u * slope, p.w_gate, j, p.width);
         add_row(r.d_w_gate, j, d_h * u * slope, p.x, m, p.width);
+        if (!p.b_gate.empty()) r.d_b_gate[static_cast<size_t>(j)] += d_h * u * slope;
       }
+      if (!passes) continue;
       const Tracked d_u = d_h * (p.gated ? f : slope);
+      if (!p.b_up.empty()) r.d_b_up[static_cast<size_t>(j)] += d_u;
       add_row(r.d_x, m, d_u, p.w_up, j, p.width);
       add_row(r.d_w_up, j, d_u, p.x, m, p.width);
     }

@@ -50,10 +50,8 @@ struct Layer {
   }
   FfnWeights weights() {
     const int64_t f = problem.ffn, d = problem.width;
-    return {view<const float>(w_gate, f, d),
-            view<const float>(w_up, f, d),
-            view<const float>(w_down, f, d),
-            {problem.squared ? Activation::kRelu2 : Activation::kRelu}};
+    return {view<const float>(w_gate, f, d), view<const float>(w_up, f, d),
+            view<const float>(w_down, f, d), problem.f};
   }
   FfnGrads grads() {
     const int64_t f = problem.ffn, d = problem.width;
@@ -157,8 +155,14 @@ TEST_P(FfnTrain, BothExecutionsMatchTheReference) {
       reference::make_problem(c.tokens, c.width, c.ffn, gated,
                               [&, fn = c.row_nnz, ffn = c.ffn](int64_t m) { return fn(m, ffn); });
   expect_reference(p);
-  p.squared = true;
-  if (c.tokens < 10000 && c.ffn < 10000) expect_reference(p);
+  if (c.tokens >= 10000 || c.ffn >= 10000) return;
+  p.f.kind = Activation::kRelu2;
+  expect_reference(p);
+  p.f = {.kind = Activation::kFatRelu, .threshold = 0.1f};
+  expect_reference(p);
+  if (!gated) return;
+  p.f = {.kind = Activation::kDRelu};
+  expect_reference(p);
 }
 
 void FfnTrain::expect_reference(Problem p) {
@@ -234,11 +238,29 @@ TEST(FfnTrainNan, ReachesItsTokenAndTheGradients) {
 }
 
 TEST(FfnTrainReference, GradientsMatchFiniteDifferences) {
-  for (const int kind : {0, 1, 2, 3}) {
+  const BlendedActivation kinds[] = {
+      {},
+      {.kind = Activation::kRelu2},
+      {.kind = Activation::kFatRelu, .threshold = 0.1f},
+      {.kind = Activation::kDRelu},
+      {.kind = Activation::kSilu, .relu_share = 0.3f},
+      {.kind = Activation::kGelu},
+      {.kind = Activation::kGeluTanh, .relu_share = 0.6f},
+      {.kind = Activation::kQuickGelu},
+  };
+  for (int kind = 0; kind < 2 * static_cast<int>(std::size(kinds)); ++kind) {
     const bool gated = kind % 2 == 0;
     Problem p = reference::make_problem(4, 8, 12, gated, [](int64_t m) { return 3 * m; });
     p.l1_scale = 0.7;
-    p.squared = kind >= 2;
+    p.f = kinds[kind / 2];
+    if (p.f.is_drelu() && !gated) continue;
+    if (p.f.kind != Activation::kRelu) {
+      for (int64_t j = 0; j < 12; ++j) {
+        if (gated) p.b_gate.push_back(static_cast<double>(j % 3 - 1) / 64.0);
+        p.b_up.push_back(gated ? 0.1 * static_cast<double>(j) : static_cast<double>(j % 3) / 64.0);
+      }
+      for (int64_t d = 0; d < 8; ++d) p.b_down.push_back(0.2 * static_cast<double>(d));
+    }
     const reference::Result r = reference::run(p);
     const auto check = [&](std::vector<double>& values, const std::vector<Tracked>& gradient,
                            const std::string& name) {
@@ -257,6 +279,9 @@ TEST(FfnTrainReference, GradientsMatchFiniteDifferences) {
     check(p.w_gate, r.d_w_gate, "w_gate");
     check(p.w_up, r.d_w_up, "w_up");
     check(p.w_down, r.d_w_down, "w_down");
+    check(p.b_gate, r.d_b_gate, "b_gate");
+    check(p.b_up, r.d_b_up, "b_up");
+    check(p.b_down, r.d_b_down, "b_down");
   }
 }
 

@@ -147,14 +147,15 @@ bool place_heavy_rows(HybridF32& hybrid, int64_t first, int64_t count) {
 }
 
 // Stores a row of the gate GEMM. A row of the tail is stored as it is, before its ReLU.
-void store_row(const HybridF32& hybrid, const float* gate, int64_t m, float* fired) {
+void store_row(const HybridF32& hybrid, const float* gate, float threshold, int64_t m,
+               float* fired) {
   const int64_t ffn = hybrid.shape.cols;
   if (!hybrid.is_compact(m)) {
     std::copy_n(gate, ffn, hybrid.tail.row(hybrid.tail_slot[m]));
     return;
   }
   uint32_t* const index = hybrid.index.row(m);
-  compress_active(gate, ffn, index, hybrid.value.row(m));
+  compress_active(gate, threshold, ffn, index, hybrid.value.row(m));
   if (fired == nullptr) return;
   for (int32_t i = 0; i < hybrid.row_nnz[m]; ++i) fired[index[i]] = 1.0f;
 }
@@ -164,6 +165,7 @@ bool find_pattern(Context& ctx, const FfnTrainForward& problem, const FiredFlags
                   HybridF32& hybrid) {
   const FfnWeights& w = problem.weights;
   const int64_t tokens = problem.x.rows;
+  const float threshold = w.activation.zero_up_to();
   const int64_t tile = std::min(tokens, kDenseChunk);
   Arena::Scope scope(ctx.scratch());
   const MatrixF buffer = scope.matrix<float>(tile, w.ffn());
@@ -174,13 +176,14 @@ bool find_pattern(Context& ctx, const FfnTrainForward& problem, const FiredFlags
     linear_forward(ctx, problem.x.slice_rows(first, count), w.firing(), gate);
     ctx.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
       for (int64_t m = begin; m < end; ++m) {
-        hybrid.row_nnz[first + m] = static_cast<int32_t>(count_active(gate.row(m), w.ffn()));
+        hybrid.row_nnz[first + m] =
+            static_cast<int32_t>(count_active(gate.row(m), threshold, w.ffn()));
       }
     });
     if (!place_heavy_rows(hybrid, first, count)) return false;
     ctx.parallel_for(count, 4, [&](int64_t begin, int64_t end, int thread) {
       for (int64_t m = begin; m < end; ++m) {
-        store_row(hybrid, gate.row(m), first + m, flags.of_thread(thread));
+        store_row(hybrid, gate.row(m), threshold, first + m, flags.of_thread(thread));
       }
     });
   }
@@ -199,7 +202,7 @@ struct CompactForward {
   float* h_row(int64_t m) const { return h.row(m - first); }
 };
 
-// u = x w_up^T on the pattern.
+// u = x w_up^T on the pattern, or its ReLU under dReLU.
 void project_up(const CompactForward& work, int64_t begin, int64_t end, float* buffer) {
   const HybridF32& hybrid = work.saved.hybrid;
   const MatrixF& up = work.saved.up;
@@ -210,6 +213,11 @@ void project_up(const CompactForward& work, int64_t begin, int64_t end, float* b
     for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t* index, int64_t n) {
       gathered_dots(work.problem.x.row(m) + column, slice, index, n, up.row(m));
     });
+  });
+  if (!work.problem.weights.activation.is_drelu()) return;
+  for_each_entry_list(hybrid, begin, end, [&](int64_t m, const uint32_t*, int64_t n) {
+    float* const u = up.row(m);
+    for (int64_t i = 0; i < n; ++i) u[i] = u[i] <= 0.0f ? 0.0f : u[i];
   });
 }
 
@@ -426,6 +434,7 @@ void differentiate_activation(const CompactBackward& work, int64_t begin, int64_
   const CompactSpan& span = work.span;
   const float l1_scale = work.problem.l1_scale;
   const bool squared = work.problem.weights.activation.is_relu2();
+  const bool up_relu = work.problem.weights.activation.is_drelu();
   for_each_entry_list(work.saved.hybrid, begin, end, [&](int64_t m, const uint32_t*, int64_t n) {
     const float* const g = work.saved.hybrid.value.row(m);
     float* const d_up = span.d_up.row(m - span.first);
@@ -444,7 +453,7 @@ void differentiate_activation(const CompactBackward& work, int64_t begin, int64_
       h[i] = f * u[i];
       const float d_h = d_up[i] + l1_scale * sign(h[i]);
       d_gate[i] = d_h * u[i] * (squared ? 2.0f * g[i] : 1.0f);
-      d_up[i] = d_h * f;
+      d_up[i] = up_relu && u[i] == 0.0f ? 0.0f : d_h * f;
     }
   });
 }

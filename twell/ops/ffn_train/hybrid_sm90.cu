@@ -79,6 +79,7 @@ struct Keep {
   FfnTrainCountsCuda* counts;  // added to, or null
   uint8_t* active;             // [F], or null
   bool squared;                // relu2: f(g) = g^2
+  bool up_relu;                // dReLU
 };
 
 // expand: from d_h and what was kept, d_g, d_u and h as images on the unions, exactly 0 where a
@@ -92,6 +93,7 @@ struct Expand {
   int32_t* neuron_nnz;    // [F] added to
   const float* l1_scale;  // one value
   bool squared;           // relu2
+  bool up_relu;           // dReLU
 };
 
 constexpr int kThreads = 256;
@@ -199,7 +201,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) keep_kernel(
     for (int i = 0; i < kPieces; ++i) {
       const int piece = threadIdx.x + i * kThreads;
       const uint4 g = gate[piece];
-      const uint4 u = up != nullptr ? up[piece] : uint4{kOnes, kOnes, kOnes, kOnes};
+      uint4 u = up != nullptr ? up[piece] : uint4{kOnes, kOnes, kOnes, kOnes};
+      if (keep.up_relu) u = relu_of(u);
       const uint32_t fired = fired_bits(g);
       values.put_fired(piece, fired);
       if (fired == 0) continue;
@@ -326,7 +329,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) expand_kerne
       const int piece = threadIdx.x + i * kThreads;
       uint4 g = values.g[piece], u = values.u[piece];
       if (fired_bits(g) != 0) {
-        backward_eight(hidden[i], g, u, expand.squared, l1_scale);
+        if (expand.up_relu) u = relu_of(u);
+        backward_eight(hidden[i], g, u, expand.squared, expand.up_relu, l1_scale);
       } else {
         hidden[i] = u = g = uint4{};
       }
@@ -1126,7 +1130,8 @@ GateGemmCuda gate_gemm(const HybridChunk& chunk, const FfnTrainShapeCuda& shape,
           .ffn = shape.ffn,
           .x = x + chunk.begin * shape.width,
           .w_gate = shape.gated ? weights.w_gate : weights.w_up,
-          .out = chunk.made};
+          .out = chunk.made,
+          .cut = bf16_cut(weights.activation, weights.threshold)};
 }
 
 void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
@@ -1151,7 +1156,8 @@ void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                                 .l1_parts = work.l1_parts,
                                 .counts = problem.counts,
                                 .active = problem.active,
-                                .squared = problem.weights.activation == Activation::kRelu2},
+                                .squared = problem.weights.activation == Activation::kRelu2,
+                                .up_relu = problem.weights.activation == Activation::kDRelu},
                                ctas, stream));
   TWELL_CUDA_CHECK(tile_union::launch_down_sm90({.tiles = chunk.tiles,
                                                  .weight = problem.weights.w_down,
@@ -1202,7 +1208,8 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                                   .masks = work.masks,
                                   .neuron_nnz = work.neurons.nnz,
                                   .l1_scale = problem.l1_scale,
-                                  .squared = weights.activation == Activation::kRelu2},
+                                  .squared = weights.activation == Activation::kRelu2,
+                                  .up_relu = weights.activation == Activation::kDRelu},
                                  ctas, stream));
   tile_union::Down down{};
   down.tiles = chunk.tiles;

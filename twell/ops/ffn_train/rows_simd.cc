@@ -19,24 +19,24 @@ using Single = hn::CappedTag<float, 1>;
 
 int64_t lanes() { return static_cast<int64_t>(hn::Lanes(Full())); }
 
-int64_t count_of_active(const float* gate, int64_t n) {
+int64_t count_of_active(const float* gate, float threshold, int64_t n) {
   const Full d;
   size_t count = 0;
   int64_t i = 0;
   for (; i + lanes() <= n; i += lanes()) {
-    count += hn::CountTrue(d, hn::Not(hn::Le(hn::LoadU(d, gate + i), hn::Zero(d))));
+    count += hn::CountTrue(d, hn::Not(hn::Le(hn::LoadU(d, gate + i), hn::Set(d, threshold))));
   }
-  for (; i < n; ++i) count += gate[i] <= 0.0f ? 0 : 1;
+  for (; i < n; ++i) count += gate[i] <= threshold ? 0 : 1;
   return static_cast<int64_t>(count);
 }
 
-void compress(const float* gate, int64_t n, uint32_t* index, float* value) {
+void compress(const float* gate, float threshold, int64_t n, uint32_t* index, float* value) {
   const Full d;
   const FullU32 di;
   int64_t i = 0;
   for (; i + lanes() <= n; i += lanes()) {
     const auto g = hn::LoadU(d, gate + i);
-    const auto active = hn::Not(hn::Le(g, hn::Zero(d)));
+    const auto active = hn::Not(hn::Le(g, hn::Set(d, threshold)));
     // Most vectors of a sparse row have no active lane.
     if (hn::AllFalse(d, active)) continue;
     const auto column = hn::Iota(di, static_cast<uint32_t>(i));
@@ -47,7 +47,7 @@ void compress(const float* gate, int64_t n, uint32_t* index, float* value) {
     value += stored;
   }
   for (; i < n; ++i) {
-    if (gate[i] <= 0.0f) continue;
+    if (gate[i] <= threshold) continue;
     *index++ = static_cast<uint32_t>(i);
     *value++ = gate[i];
   }
@@ -159,12 +159,12 @@ HWY_EXPORT(sum);
 HWY_EXPORT(sum2);
 }  // namespace
 
-int64_t count_active(const float* gate, int64_t n) {
-  return HWY_DYNAMIC_DISPATCH(count_of_active)(gate, n);
+int64_t count_active(const float* gate, float threshold, int64_t n) {
+  return HWY_DYNAMIC_DISPATCH(count_of_active)(gate, threshold, n);
 }
 
-void compress_active(const float* gate, int64_t n, uint32_t* index, float* value) {
-  HWY_DYNAMIC_DISPATCH(compress)(gate, n, index, value);
+void compress_active(const float* gate, float threshold, int64_t n, uint32_t* index, float* value) {
+  HWY_DYNAMIC_DISPATCH(compress)(gate, threshold, n, index, value);
 }
 
 void gathered_dots(const float* x, ConstMatrixF table, const uint32_t* rows, int64_t n,

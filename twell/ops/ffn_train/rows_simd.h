@@ -11,10 +11,10 @@
 
 namespace twell {
 
-// Entries of a gate row [n] that are not <= 0.
-int64_t count_active(const float* gate, int64_t n);
+// Entries of a gate row [n] that are not <= threshold.
+int64_t count_active(const float* gate, float threshold, int64_t n);
 // Their columns and values, ascending; index and value have room for exactly that many.
-void compress_active(const float* gate, int64_t n, uint32_t* index, float* value);
+void compress_active(const float* gate, float threshold, int64_t n, uint32_t* index, float* value);
 
 // out[i] += <x, table[rows[i]]>, i < n; x [table.cols]
 void gathered_dots(const float* x, ConstMatrixF table, const uint32_t* rows, int64_t n, float* out);

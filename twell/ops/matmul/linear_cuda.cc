@@ -47,14 +47,16 @@ void linear_cuda(CudaContext& ctx, const LinearCuda& problem) {
 }
 
 void linear_backward_cuda(CudaContext& ctx, const LinearBackwardCuda& problem) {
-  const auto [rows, cols, inner, x, w, d_y, d_x, d_x_add, d_w, d_w_add] = problem;
+  const auto [rows, cols, inner, x, w, d_y, d_x, d_x_add, d_w, d_w_add, d_y_stride] = problem;
   TWELL_CHECK(
       inner % 8 == 0 && rows > 0,
       "backward of a linear layer [{}, {}] on {} tokens: the input size is a multiple of 8, "
       "and there are tokens",
       cols, inner, rows);
   if (d_x != nullptr) {
-    matmul_cuda(ctx, {.rows = rows, .cols = inner, .inner = cols, .add = d_x_add}, d_y, w, d_x);
+    matmul_cuda(
+        ctx, {.rows = rows, .cols = inner, .inner = cols, .add = d_x_add, .a_stride = d_y_stride},
+        d_y, w, d_x);
   }
   if (d_w != nullptr) {
     matmul_cuda(ctx,
@@ -63,7 +65,8 @@ void linear_backward_cuda(CudaContext& ctx, const LinearBackwardCuda& problem) {
                  .inner = rows,
                  .f32_out = true,
                  .trans_a = true,
-                 .add = d_w_add},
+                 .add = d_w_add,
+                 .a_stride = d_y_stride},
                 d_y, x, d_w);
   }
 }

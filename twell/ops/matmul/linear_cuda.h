@@ -41,6 +41,7 @@ struct LinearBackwardCuda {
   bool d_x_add = false;                // d_x += instead of =, in bf16
   float* d_w = nullptr;                // [N, K] or null
   bool d_w_add = true;                 // d_w += instead of =
+  int64_t d_y_stride = 0;              // values from row to row of d_y; 0: N
 };
 void linear_backward_cuda(CudaContext& ctx, const LinearBackwardCuda& problem);
 

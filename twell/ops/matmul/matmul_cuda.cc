@@ -20,10 +20,12 @@ constexpr int64_t kTimedRuns = 5;       // of each proposal
 constexpr int32_t kHopperKernels = 66;  // cuBLASLt's number for them ("nvjet")
 constexpr double kFaster = 0.97;  // of the time of the one chosen by rules, to be taken instead
 
-cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, cudaDataType_t type = CUDA_R_16BF) {
+cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, int64_t stride = 0,
+                                   cudaDataType_t type = CUDA_R_16BF) {
   cublasLtMatrixLayout_t layout = nullptr;
   TWELL_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows),
-                                                static_cast<uint64_t>(cols), rows));
+                                                static_cast<uint64_t>(cols),
+                                                stride == 0 ? rows : stride));
   return layout;
 }
 
@@ -174,9 +176,10 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
                                                     &epilogue, sizeof(epilogue)));
   layout_b_ =
       shape.trans_b ? make_layout(shape.inner, shape.cols) : make_layout(shape.cols, shape.inner);
-  layout_a_ =
-      shape.trans_a ? make_layout(shape.rows, shape.inner) : make_layout(shape.inner, shape.rows);
-  layout_c_ = make_layout(shape.cols, shape.rows, shape.f32_out ? CUDA_R_32F : CUDA_R_16BF);
+  layout_a_ = shape.trans_a ? make_layout(shape.rows, shape.inner, shape.a_stride)
+                            : make_layout(shape.inner, shape.rows, shape.a_stride);
+  layout_c_ =
+      make_layout(shape.cols, shape.rows, shape.c_stride, shape.f32_out ? CUDA_R_32F : CUDA_R_16BF);
 
   cublasLtMatmulPreference_t preference = nullptr;
   TWELL_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
@@ -256,7 +259,8 @@ int MatmulPlanCuda::fastest_proposal() const {
 void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
                           void* c) {
   // Repeated runs would keep adding to c, so they write to a spare buffer.
-  const DeviceBuffer<float> spare(shape_.add ? shape_.rows * shape_.cols : 0);
+  const int64_t row = std::max(shape_.cols, shape_.c_stride);
+  const DeviceBuffer<float> spare(shape_.add ? shape_.rows * row : 0);
   if (shape_.add) c = spare.data();
   const CudaEvent begin(CudaEvent::Timing::kOn), end(CudaEvent::Timing::kOn);
   double best = 0.0;

@@ -25,6 +25,8 @@ struct MatmulShapeCuda {
   bool f32_out = false;  // c is float, not __nv_bfloat16
   bool trans_a = false;  // a is [K, M]
   bool add = false;      // c += op(a) op(b), with the product possibly rounded to c's type first
+  int64_t a_stride = 0;  // values from a row of a, as it is stored, to the next; 0: contiguous
+  int64_t c_stride = 0;  // of c
 
   auto operator<=>(const MatmulShapeCuda&) const = default;
 };

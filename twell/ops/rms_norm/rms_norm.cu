@@ -144,6 +144,10 @@ __global__ void __launch_bounds__(kWarps * 32) head_norm_kernel(HeadNormCuda p, 
     for (int k = 0; k < kPiece / 2; ++k) x.pair[k] = __hadd2(x.pair[k], b.pair[k]);
   }
   if (head < p.heads + p.kv_heads) {
+    if (holds && p.kept != nullptr) {
+      const int64_t row = item / heads * (p.heads + p.kv_heads) + head;
+      reinterpret_cast<Piece*>(p.kept + row * p.head_dim)[lane] = x;
+    }
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < kPiece / 2; ++k) {
@@ -164,6 +168,84 @@ __global__ void __launch_bounds__(kWarps * 32) head_norm_kernel(HeadNormCuda p, 
     return;
   }
   if (holds) *at = x;
+}
+
+// A block takes a run of tokens, its warps one head of a token at a time. Each lane holds one piece
+// of a head and of the warp's parts of the two weights' gradients.
+//   d_x = d_y * weight * inv - x * inv^3 / hd * sum(d_y * weight * x)
+__global__ void __launch_bounds__(kWarps * 32)
+    head_norm_backward_kernel(HeadNormBackwardCuda p, int64_t rows, int normed_heads) {
+  __shared__ float2 of_warp[kWarps][32][kPiece / 2];
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const bool holds = lane * kPiece < p.head_dim;
+  const int heads = static_cast<int>(p.heads);
+  const int64_t begin = blockIdx.x * rows;
+  const int64_t end = begin + rows < p.tokens ? begin + rows : p.tokens;
+  Piece weight[2] = {};
+  if (holds) {
+    weight[0] = reinterpret_cast<const Piece*>(p.q_norm)[lane];
+    weight[1] = reinterpret_cast<const Piece*>(p.k_norm)[lane];
+  }
+  float2 d_weight[2][kPiece / 2] = {};
+  const int64_t items = (end - begin) * normed_heads;
+  for (int64_t i = warp; i < items; i += kWarps) {
+    const int64_t m = begin + i / normed_heads;
+    const int head = static_cast<int>(i % normed_heads);
+    const bool key = head >= heads;
+    Piece x = {}, d = {};
+    auto* const at =
+        reinterpret_cast<Piece*>(p.d_qkv + (m * (normed_heads + p.kv_heads) + head) * p.head_dim) +
+        lane;
+    if (holds) {
+      x = reinterpret_cast<const Piece*>(p.kept + (m * normed_heads + head) * p.head_dim)[lane];
+      d = *at;
+    }
+    float2 sums{0.0f, 0.0f};  // of x^2 and of d_y * weight * x
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) {
+      const float2 v = __bfloat1622float2(x.pair[k]), g = __bfloat1622float2(d.pair[k]);
+      const float2 w = __bfloat1622float2(key ? weight[1].pair[k] : weight[0].pair[k]);
+      sums.x = fmaf(v.x, v.x, fmaf(v.y, v.y, sums.x));
+      sums.y = fmaf(g.x * w.x, v.x, fmaf(g.y * w.y, v.y, sums.y));
+    }
+    sums = warp_sum(sums);
+    const auto width = static_cast<float>(p.head_dim);
+    const float inv = rsqrtf(sums.x / width + p.eps);
+    const float shrink = sums.y * inv * inv * inv / width;
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) {
+      const float2 v = __bfloat1622float2(x.pair[k]), g = __bfloat1622float2(d.pair[k]);
+      const float2 w = __bfloat1622float2(key ? weight[1].pair[k] : weight[0].pair[k]);
+      const float2 part{g.x * v.x * inv, g.y * v.y * inv};
+      d_weight[0][k].x += key ? 0.0f : part.x;
+      d_weight[0][k].y += key ? 0.0f : part.y;
+      d_weight[1][k].x += key ? part.x : 0.0f;
+      d_weight[1][k].y += key ? part.y : 0.0f;
+      d.pair[k] = __floats2bfloat162_rn(fmaf(g.x * w.x, inv, -shrink * v.x),
+                                        fmaf(g.y * w.y, inv, -shrink * v.y));
+    }
+    if (holds) *at = d;
+  }
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) of_warp[warp][lane][k] = d_weight[which][k];
+    __syncthreads();
+    if (warp == 0 && holds) {
+      auto* const to = reinterpret_cast<float2*>(
+          p.partial + (int64_t{which} * gridDim.x + blockIdx.x) * p.head_dim + lane * kPiece);
+#pragma unroll
+      for (int k = 0; k < kPiece / 2; ++k) {
+        float2 sum = of_warp[0][lane][k];
+        for (int other = 1; other < kWarps; ++other) {
+          sum.x += of_warp[other][lane][k].x;
+          sum.y += of_warp[other][lane][k].y;
+        }
+        to[k] = sum;
+      }
+    }
+    __syncthreads();
+  }
 }
 
 }  // namespace
@@ -227,6 +309,24 @@ cudaError_t launch_head_norm(const HeadNormCuda& p, cudaStream_t stream) {
   head_norm_kernel<<<static_cast<unsigned>(blocks), kWarps * 32, 0, stream>>>(
       p, static_cast<int>(heads));
   return cudaGetLastError();
+}
+
+int64_t head_norm_backward_partials(int64_t tokens) { return rms_norm_backward_partials(tokens); }
+
+cudaError_t launch_head_norm_backward(const HeadNormBackwardCuda& p, cudaStream_t stream) {
+  if (p.head_dim % kPiece != 0 || p.head_dim <= 0 || p.head_dim > 32 * kPiece) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.tokens == 0) return cudaSuccess;
+  const int64_t count = head_norm_backward_partials(p.tokens);
+  head_norm_backward_kernel<<<static_cast<unsigned>(count), kWarps * 32, 0, stream>>>(
+      p, rows_of_block(p.tokens), static_cast<int>(p.heads + p.kv_heads));
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const cudaError_t error =
+      launch_add_column_sums(p.partial, count, p.head_dim, p.d_q_norm, stream);
+  if (error != cudaSuccess) return error;
+  return launch_add_column_sums(p.partial + count * p.head_dim, count, p.head_dim, p.d_k_norm,
+                                stream);
 }
 
 }  // namespace twell

@@ -66,8 +66,29 @@ struct HeadNormCuda {
   const __nv_bfloat16* k_norm = nullptr;  // [hd]
   __nv_bfloat16* qkv = nullptr;           // [M, (H + 2 H_kv) * hd], in place; v only gets its bias
   float eps = 1e-5f;
+  __nv_bfloat16* kept = nullptr;  // [M, (H + H_kv) * hd] out: what is normalised; or null
 };
 // cudaErrorInvalidValue if the head size is not supported.
 cudaError_t launch_head_norm(const HeadNormCuda& problem, cudaStream_t stream);
+
+// Its gradient, in place. 1 / rms is recomputed from what the forward pass kept. The order of
+// additions depends only on the shape.
+struct HeadNormBackwardCuda {
+  int64_t tokens = 0;                     // M
+  int64_t heads = 0;                      // H
+  int64_t kv_heads = 0;                   // H_kv
+  int64_t head_dim = 0;                   // hd, a multiple of 8, at most 256
+  const __nv_bfloat16* kept = nullptr;    // [M, (H + H_kv) * hd]
+  const __nv_bfloat16* q_norm = nullptr;  // [hd]
+  const __nv_bfloat16* k_norm = nullptr;  // [hd]
+  __nv_bfloat16* d_qkv = nullptr;         // [M, (H + 2 H_kv) * hd], in place; v stays
+  float* d_q_norm = nullptr;              // [hd] accumulated
+  float* d_k_norm = nullptr;              // [hd] accumulated
+  float* partial = nullptr;               // [2, head_norm_backward_partials(M), hd] workspace
+  float eps = 1e-5f;
+};
+int64_t head_norm_backward_partials(int64_t tokens);
+// cudaErrorInvalidValue if the head size is not supported.
+cudaError_t launch_head_norm_backward(const HeadNormBackwardCuda& problem, cudaStream_t stream);
 
 }  // namespace twell

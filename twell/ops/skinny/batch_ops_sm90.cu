@@ -70,6 +70,11 @@ __device__ __forceinline__ float4 load_cluster(uint32_t address) {
   return v;
 }
 __device__ __forceinline__ float relu(float v) { return v < 0.0f ? 0.0f : v; }  // NaN stays
+// The same where FATReLU's threshold is 0.
+__device__ __forceinline__ float cut_relu(float v, float threshold) {
+  const bool cut = threshold > 0.0f && __bfloat162float(__float2bfloat16(v)) <= threshold;
+  return cut ? 0.0f : relu(v);
+}
 
 // What each product does with its sums. first_rows: of the two boxes of a tile's weights. finish:
 // four results of each half from row `at` of the halves on, for a token. Returns active neurons.
@@ -79,7 +84,8 @@ struct LinearRows {
   const __nv_bfloat16* residual;
   void* y;
   int f32_out;
-  int relu_out;  // 0: not, 1: ReLU, 2: its square
+  int relu_out;            // 0: not, 1: ReLU, 2: its square
+  float threshold = 0.0f;  // of FATReLU
 
   __device__ __forceinline__ int2 first_rows(int tile) const {
     return {tile * kRows, tile * kRows + kHalf};
@@ -92,7 +98,7 @@ struct LinearRows {
     if (relu_out) {
 #pragma unroll
       for (float& value : v) {
-        value = relu(value);
+        value = cut_relu(value, threshold);
         active += !(value == 0.0f);
         if (relu_out == 2) value *= value;
       }
@@ -120,6 +126,8 @@ struct GateUpRows {
   int64_t ffn;
   __nv_bfloat16* h;
   bool squared;
+  bool up_relu;     // dReLU
+  float threshold;  // of FATReLU
 
   __device__ __forceinline__ int2 first_rows(int tile) const {
     return {tile * kHalf, tile * kHalf};
@@ -131,9 +139,9 @@ struct GateUpRows {
     int active = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float g = relu(gate[i]);
+      const float g = cut_relu(gate[i], threshold);
       active += !(g == 0.0f);
-      gate[i] = (squared ? g * g : g) * up[i];
+      gate[i] = (squared ? g * g : g) * gpu::relu_if(up_relu, up[i]);
     }
     store4(h + token * ffn + neuron, gate);
     return active;
@@ -414,12 +422,14 @@ cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream) {
   params.second = matrix_tensor_map(problem.w_up, problem.ffn, input.width, kHalf);
   if (problem.w_gate == nullptr) {
     params.first = params.second;
-    return launch<LinearRows>(params, {problem.ffn, nullptr, problem.h, 0, problem.squared ? 2 : 1},
-                              parts(problem.ffn, kRows), stream);
+    return launch<LinearRows>(
+        params, {problem.ffn, nullptr, problem.h, 0, problem.squared ? 2 : 1, problem.threshold},
+        parts(problem.ffn, kRows), stream);
   }
   params.first = matrix_tensor_map(problem.w_gate, problem.ffn, input.width, kHalf);
-  return launch<GateUpRows>(params, {problem.ffn, problem.h, problem.squared},
-                            parts(problem.ffn, kHalf), stream);
+  return launch<GateUpRows>(
+      params, {problem.ffn, problem.h, problem.squared, problem.up_relu, problem.threshold},
+      parts(problem.ffn, kHalf), stream);
 }
 
 }  // namespace twell::batch_ops

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "twell/base/reduce.cuh"
+#include "twell/gpu/bf16_pair.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/ops/skinny/skinny_gemm.cuh"
 
@@ -205,6 +206,11 @@ class Product {
 __device__ float relu(float value) {
   return __bfloat162float(__float2bfloat16(value < 0.0f ? 0.0f : value));
 }
+// The same where FATReLU's threshold is 0.
+__device__ float cut_relu(float value, float threshold) {
+  const float g = relu(value);
+  return g <= threshold ? 0.0f : g;
+}
 
 // --- The operations: which rows a group has, and what becomes of its sums ---
 // A group is 16 columns of y.
@@ -309,10 +315,10 @@ struct GateUpGroups {
   }
   __device__ void finish(int group, const Sums& sums) {
     if (sums.token >= p.input.tokens) return;
-    const float g = relu(sums.low);
+    const float g = cut_relu(sums.low, p.threshold);
     const bool fires = !(g == 0.0f);
-    p.h[sums.token * p.ffn + int64_t{group} * kPairs + sums.pair] =
-        __float2bfloat16(fires ? (p.squared ? g * g : g) * sums.high : 0.0f);
+    p.h[sums.token * p.ffn + int64_t{group} * kPairs + sums.pair] = __float2bfloat16(
+        fires ? (p.squared ? g * g : g) * gpu::relu_if(p.up_relu, sums.high) : 0.0f);
     nnz += fires;
   }
   __device__ void done() const { add_activity(p, nnz); }
@@ -330,7 +336,7 @@ struct HiddenGroups {
   }
   __device__ void finish(int group, const Sums& sums) {
     if (sums.token >= p.input.tokens) return;
-    const float low = relu(sums.low), high = relu(sums.high);
+    const float low = cut_relu(sums.low, p.threshold), high = cut_relu(sums.high, p.threshold);
     const int64_t neuron = int64_t{group} * kGroup + sums.pair;
     __nv_bfloat16* to = p.h + sums.token * p.ffn + neuron;
     to[0] = __float2bfloat16(p.squared ? low * low : low);

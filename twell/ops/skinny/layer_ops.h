@@ -73,6 +73,8 @@ struct GateUp {
   const __nv_bfloat16* w_up = nullptr;    // [F, D]
   __nv_bfloat16* h = nullptr;             // [M, F]
   bool squared = false;                   // relu2 instead of ReLU
+  bool up_relu = false;                   // dReLU: the ReLU of x w_up^T too
+  float threshold = 0.0f;                 // of FATReLU, which compares g rounded to bf16
   ActivityCuda* activity = nullptr;       // tokens and nnz are added; may be null
 };
 cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream);

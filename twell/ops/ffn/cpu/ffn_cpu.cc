@@ -77,13 +77,13 @@ Outcome run_dense(Context& ctx, const Chunk& chunk) {
 // Estimates the non-zeros of a gate before its ReLU from a few of its rows, which costs next to
 // nothing; packing all rows in vain would take a few percent of a dense layer. A pure function of
 // the tokens.
-FfnWork sampled_work(ConstMatrixF gate) {
+FfnWork sampled_work(ConstMatrixF gate, float threshold) {
   constexpr int64_t kSampleRows = 16;
   const int64_t rows = std::min(gate.rows, kSampleRows);
   int64_t nnz = 0;
   for (int64_t i = 0; i < rows; ++i) {
     const float* const row = gate.row(i * gate.rows / rows);
-    nnz += std::count_if(row, row + gate.cols, [](float value) { return !(value <= 0.0f); });
+    nnz += std::count_if(row, row + gate.cols, [&](float value) { return !(value <= threshold); });
   }
   return {.tokens = gate.rows, .ffn = gate.cols, .nnz = nnz * gate.rows / rows};
 }
@@ -91,16 +91,17 @@ FfnWork sampled_work(ConstMatrixF gate) {
 Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
   Arena::Scope scope(ctx.scratch());
   const auto& [weights, x, y, row_nnz] = chunk;
+  const float threshold = weights.activation.zero_up_to();
   TwellWide gate = alloc_twell_wide(scope, {.rows = x.rows, .cols = weights.ffn()});
   gate_product(ctx, {.x = x, .weight = weights.firing(), .out = gate});
   if (chooses(policy)) {
-    const FfnWork work = sampled_work(gate_dense(gate));
+    const FfnWork work = sampled_work(gate_dense(gate), threshold);
     if (surely_dense(work)) {
       dense_up_down(ctx, weights, x, gate_dense(gate), y, row_nnz);
       return {FfnExecution::kDense, work};
     }
   }
-  const int64_t nnz = gate_pack(ctx, gate);
+  const int64_t nnz = gate_pack(ctx, gate, threshold);
   std::copy_n(gate.row_nnz, x.rows, row_nnz);
 
   Outcome out{named_execution(policy), {.tokens = x.rows, .ffn = weights.ffn(), .nnz = nnz}};
@@ -113,7 +114,8 @@ Outcome run_packed(Context& ctx, const Chunk& chunk, FfnPolicy policy) {
                             .w_up = weights.gated() ? weights.w_up : WeightMatrix(),
                             .w_down = weights.w_down,
                             .y = y,
-                            .squared = weights.activation.is_relu2()};
+                            .squared = weights.activation.is_relu2(),
+                            .up_relu = weights.activation.is_drelu()};
   if (!out.execution.sparse) {
     dense_up_down(ctx, weights, x, gate_dense(gate), y, row_nnz);
   } else if (out.execution == FfnExecution::kRowFused) {

@@ -2,7 +2,8 @@
 // Up and down on the active neurons of packed gates, on the CPU, with weights of f32, bf16 or f16:
 //   gated:      y[m] = sum over active n of  g[m, n] * <x[m], w_up[n]> * w_down[n]
 //   non-gated:  y[m] = sum over active n of  g[m, n] * w_down[n]
-// with g[m, n]^2 instead of g[m, n] if `squared`, in two orders:
+// with g[m, n]^2 instead of g[m, n] if `squared`, and the ReLU of the dot product if `up_relu`, in
+// two orders:
 //   row-fused   token by token; each active neuron's weight rows are read for each token
 //   tile-union  per tile of tokens; each weight row of the union of the tile's active neurons is
 //               read once and applied to the tokens it is active on
@@ -28,6 +29,7 @@ struct SparseUpDown {
   WeightMatrix w_down;  // [F, D]
   MatrixF y;            // [M, D], written; overlaps nothing
   bool squared = false;  // the activation is relu2
+  bool up_relu = false;  // the activation is dReLU
 };
 
 void row_fused_up_down(Context& ctx, const SparseUpDown& problem);

@@ -10,7 +10,7 @@ namespace twell {
 namespace {
 
 void check_sparse_up_down(const SparseUpDown& problem) {
-  const auto& [gate, x, w_up, w_down, y, squared] = problem;
+  const auto& [gate, x, w_up, w_down, y, squared, up_relu] = problem;
   TWELL_CHECK(w_down.rows == gate.shape.cols && y.rows == gate.shape.rows && y.cols == w_down.cols,
               "up/down shapes disagree: gate {} x {}, w_down [{}, {}], y [{}, {}]", gate.shape.rows,
               gate.shape.cols, w_down.rows, w_down.cols, y.rows, y.cols);
@@ -78,6 +78,14 @@ struct PairRange {
   int64_t end;
 };
 
+// products [n] of x and w_up become h.
+void multiply(const SparseUpDown& problem, const float* gate, int64_t n, float* products) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float u = problem.up_relu && products[i] <= 0.0f ? 0.0f : products[i];
+    products[i] = gate[i] * u;
+  }
+}
+
 // h[i] = gate of pair i * <x, w_up of its neuron>
 void up(const SparseUpDown& problem, const PairRange& range, const float* x, float* h) {
   const auto& [pairs, begin, end] = range;
@@ -100,7 +108,7 @@ void up(const SparseUpDown& problem, const PairRange& range, const float* x, flo
                 .prefetch = more ? problem.w_up.at(pairs.column[i], first + d)
                                  : problem.w_down.at(pairs.column[i])});
     }
-    for (int64_t j = 0; j < count; ++j) sums[j] *= pairs.value[i + j];
+    multiply(problem, pairs.value + i, count, sums);
   }
 }
 
@@ -321,7 +329,7 @@ void run_tile(const SparseUpDown& problem, const TileUnion& tile) {
     const int64_t pairs = tile.begin[tile.size];
     std::fill_n(tile.h, pairs, 0.0f);
     for_each_block(problem.w_up.cols, [&](Columns columns) { up(problem, tile, columns); });
-    for (int64_t i = 0; i < pairs; ++i) tile.h[i] *= tile.gate[i];
+    multiply(problem, tile.gate, pairs, tile.h);
     h = tile.h;
   }
   for_each_block(problem.w_down.cols, [&](Columns columns) { down(problem, tile, h, columns); });

@@ -48,8 +48,11 @@ class ActiveCounter {
 };
 
 template <Activation kActivation>
-__device__ float activate(float x) {
-  if constexpr (kActivation == Activation::kRelu) return x <= 0.0f ? 0.0f : x;  // a NaN stays
+__device__ float activate(float x, float threshold) {
+  if constexpr (kActivation == Activation::kRelu || kActivation == Activation::kDRelu) {
+    return x <= 0.0f ? 0.0f : x;  // a NaN stays
+  }
+  if constexpr (kActivation == Activation::kFatRelu) return x <= threshold ? 0.0f : x;
   if constexpr (kActivation == Activation::kRelu2) return x <= 0.0f ? 0.0f : x * x;
   if constexpr (kActivation == Activation::kSilu) return x / (1.0f + expf(-x));
   if constexpr (kActivation == Activation::kGelu) return 0.5f * x * erfcf(-0.70710678f * x);
@@ -77,14 +80,18 @@ __global__ void __launch_bounds__(kThreads) activate_multiply_kernel(ActivateMul
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&g)[k]);
-        float2 f = {activate<kActivation>(x.x), activate<kActivation>(x.y)};
+        float2 f = {activate<kActivation>(x.x, p.threshold),
+                    activate<kActivation>(x.y, p.threshold)};
         if constexpr (kActivation == Activation::kRelu2) {
           count += !(x.x <= 0.0f) + !(x.y <= 0.0f);  // the square may underflow
         } else {
           count += (f.x != 0.0f) + (f.y != 0.0f);
         }
         if (p.u != nullptr) {
-          const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&u)[k]);
+          float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(&u)[k]);
+          if constexpr (kActivation == Activation::kDRelu) {
+            factor = {activate<kActivation>(factor.x, 0.0f), activate<kActivation>(factor.y, 0.0f)};
+          }
           f = {f.x * factor.x, f.y * factor.y};
         }
         reinterpret_cast<__nv_bfloat162*>(&h)[k] = __floats2bfloat162_rn(f.x, f.y);
@@ -120,6 +127,10 @@ cudaError_t launch_activate_multiply(const ActivateMultiply& p, cudaStream_t str
       return launch<Activation::kQuickGelu>(p, stream);
     case Activation::kRelu2:
       return launch<Activation::kRelu2>(p, stream);
+    case Activation::kFatRelu:
+      return launch<Activation::kFatRelu>(p, stream);
+    case Activation::kDRelu:
+      return launch<Activation::kDRelu>(p, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -195,7 +206,8 @@ void DenseFfnCuda::up_down(CudaContext& ctx, const FfnWeightsCuda& weights, cons
                                   .ffn = ffn_,
                                   .row_nnz = counts.row_nnz,
                                   .counts = counts.activity,
-                                  .stride = samples ? kSampleStride : 1},
+                                  .stride = samples ? kSampleStride : 1,
+                                  .threshold = weights.threshold},
                                  ctx.stream()));
   }
   down_plan_->run(ctx, hidden_, weights.w_down, y);

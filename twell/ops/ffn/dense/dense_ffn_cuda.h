@@ -56,8 +56,10 @@ class DenseFfnCuda {
   __nv_bfloat16* gate_values() const { return in_place() ? hidden_ : gate_; }  // [M, F]
 
  private:
-  // A bias comes between the product and its activation.
-  bool relu_in_epilogue() const { return leaves_zeros(activation_) && !biased_; }
+  // A bias comes between the product and its activation, and the epilogue has no threshold.
+  bool relu_in_epilogue() const {
+    return leaves_zeros(activation_) && activation_ != Activation::kFatRelu && !biased_;
+  }
   // The first product is h.
   bool in_place() const { return !gated_ && activation_ == Activation::kRelu && !biased_; }
   void add_bias(CudaContext& ctx, const __nv_bfloat16* bias, int64_t width, __nv_bfloat16* x) const;
@@ -75,11 +77,12 @@ class DenseFfnCuda {
 };
 
 // The elementwise step between the products of a dense layer, which also counts active neurons:
-// h = f(g) * u, or f(g) without u. f is computed in f32, see format/activation.h.
+// h = f(g) * u, or f(g) without u; max(u, 0) stands for u in dReLU layers. f is computed in f32,
+// see format/activation.h.
 struct ActivateMultiply {
   Activation activation = Activation::kRelu;
   const __nv_bfloat16* g =
-      nullptr;  // [M, F] before the activation, or after ReLU where f is ReLU or relu2
+      nullptr;  // [M, F] before the activation, or after a ReLU where f leaves zeros
   const __nv_bfloat16* u = nullptr;  // [M, F], or null: no gate
   __nv_bfloat16* h = nullptr;        // [M, F] out; may be either input; null: only count
   int64_t tokens = 0;                // M
@@ -87,6 +90,7 @@ struct ActivateMultiply {
   int32_t* row_nnz = nullptr;        // [M] out: active neurons, or null
   ActivityCuda* counts = nullptr;    // added to, or null
   int64_t stride = 1;                // only every stride-th token is processed
+  float threshold = 0.0f;            // of fatrelu
 };
 cudaError_t launch_activate_multiply(const ActivateMultiply& problem, cudaStream_t stream);
 

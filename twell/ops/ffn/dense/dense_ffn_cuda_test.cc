@@ -11,6 +11,8 @@
 namespace twell {
 namespace {
 
+constexpr float kThreshold = 0.75f;  // of FATReLU; also a value of bf16, which becomes 0
+
 double activate(Activation activation, double x) {
   switch (activation) {
     case Activation::kRelu:
@@ -26,6 +28,10 @@ double activate(Activation activation, double x) {
       return x / (1.0 + std::exp(-1.702 * x));
     case Activation::kRelu2:
       return std::max(x, 0.0) * std::max(x, 0.0);
+    case Activation::kFatRelu:
+      return x > kThreshold ? x : 0.0;
+    case Activation::kDRelu:
+      return std::max(x, 0.0);
   }
   return NAN;
 }
@@ -55,7 +61,8 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
                                                  .tokens = tokens,
                                                  .ffn = kFfn,
                                                  .row_nnz = row_nnz.data(),
-                                                 .counts = counts.data()},
+                                                 .counts = counts.data(),
+                                                 .threshold = kThreshold},
                                                 stream.get()));
       stream.synchronize();
       const auto got = to_floats(download(h));
@@ -69,7 +76,9 @@ TEST_P(ActivateMultiplyTest, EqualsReference) {
           const double f = activate(GetParam(), __bfloat162float(g[at]));
           at_least += std::abs(f) > 1e-35 ? 1 : 0;
           at_most += f != 0.0 ? 1 : 0;
-          const double want = gated ? f * __bfloat162float(u[at]) : f;
+          double factor = __bfloat162float(u[at]);
+          if (GetParam() == Activation::kDRelu) factor = std::max(factor, 0.0);
+          const double want = gated ? f * factor : f;
           // One rounding to bf16; f32 in front of it cancels in the tails, where f is tiny.
           ASSERT_NEAR(got[at], want, std::ldexp(std::abs(want), -7) + 1e-6) << i;
         }
@@ -113,7 +122,8 @@ TEST_P(ActivateMultiplyTest, KeepsNan) {
 INSTANTIATE_TEST_SUITE_P(Activations, ActivateMultiplyTest,
                          testing::Values(Activation::kRelu, Activation::kSilu, Activation::kGelu,
                                          Activation::kGeluTanh, Activation::kQuickGelu,
-                                         Activation::kRelu2));
+                                         Activation::kRelu2, Activation::kFatRelu,
+                                         Activation::kDRelu));
 
 }  // namespace
 }  // namespace twell

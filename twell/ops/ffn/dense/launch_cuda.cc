@@ -26,6 +26,8 @@ layer_ops::GateUp gate_up(const FfnCallCuda& call) {
           .w_up = problem.weights.w_up,
           .h = call.buffers.gate.data(),
           .squared = call.squared(),
+          .up_relu = call.up_relu(),
+          .threshold = problem.weights.threshold,
           .activity = call.plan.counts};
 }
 

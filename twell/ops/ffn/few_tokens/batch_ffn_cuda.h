@@ -41,6 +41,8 @@ struct BatchFfnCuda {
   bool add = false;                       // y += instead of =
   ActivityCuda* activity = nullptr;       // added to, but for max_row_nnz; may be null
   bool squared = false;                   // f(g) = g^2
+  bool up_relu = false;                   // dReLU: the ReLU of the product with w_up
+  uint32_t cut = 0;                       // of FATReLU, see bf16_cut
   // The first weight may be read while the predecessor of this call still runs. Only for weights
   // that no earlier work on the stream writes.
   bool weights_are_constant = false;

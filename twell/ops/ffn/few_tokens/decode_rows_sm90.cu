@@ -47,6 +47,8 @@ struct RowGateUp {
   int rows;            // neurons of a CTA at a time, at most kMaxRows
   bool early_weights;  // the first weight may be read before the predecessor has finished
   bool squared;        // f(g) = g^2
+  bool up_relu;        // dReLU
+  uint32_t cut;        // of FATReLU
 };
 
 }  // namespace
@@ -346,7 +348,7 @@ class Kernel {
     const int from = min(row, rows_ - 1);
     const float sum = add_sums(place(from / kGroup) + from % kGroup, token);
     const bool exists = row < rows_ && token < p_.tokens;
-    const uint32_t value = exists ? relu_bf16(sum) : 0;  // NaN passes through
+    const uint32_t value = exists ? above(relu_bf16(sum), p_.cut) : 0;  // NaN passes through
     shared_.gate[row][token] = static_cast<uint16_t>(value);
     const uint32_t fired = __ballot_sync(~0u, value != 0);
     uint32_t rows = 0;
@@ -437,7 +439,7 @@ class Kernel {
     const uint32_t gate = shared_.gate[row][token];
     float h = __uint_as_float(gate << 16);
     if (p_.squared) h *= h;
-    if (p_.up != nullptr) h *= add_sums(place, token);
+    if (p_.up != nullptr) h *= relu_if(p_.up_relu, add_sums(place, token));
     p_.hidden.h[int64_t{first_ + row} * kRowTokens + token] =
         __float2bfloat16(gate == 0 ? 0.0f : h);
   }
@@ -705,7 +707,9 @@ cudaError_t launch_decode_rows(const BatchFfnCuda& problem, const Hidden& hidden
                                                   .ffn = ffn,
                                                   .rows = rows,
                                                   .early_weights = problem.weights_are_constant,
-                                                  .squared = problem.squared},
+                                                  .squared = problem.squared,
+                                                  .up_relu = problem.up_relu,
+                                                  .cut = problem.cut},
                                                  std::min(ctas, ceil_div(ffn, rows)), stream);
   if (status != cudaSuccess) return status;
   return row_down::launch({.hidden = hidden,

@@ -47,6 +47,8 @@ struct GateUp {
   int tokens, width, ffn;
   bool early_weights;  // the first weight may be read before the predecessor has finished
   bool squared;        // f(g) = g^2
+  bool up_relu;        // dReLU
+  uint32_t cut;        // of FATReLU
 };
 
 // The first weight is w_gate, or w_up without a gate.
@@ -541,8 +543,11 @@ class Kernel {
     const int token = rank_ * 16 + lane_ / 4;
     const bool exists = first_ + block * 8 + lane_ % 4 * 2 < p_.ffn;
     const bool low = exists && token < p_.tokens, high = exists && token + 8 < p_.tokens;
-    const uint32_t g0 = low ? relu_bf16(sum.x) : 0, g1 = low ? relu_bf16(sum.y) : 0;
-    const uint32_t g2 = high ? relu_bf16(sum.z) : 0, g3 = high ? relu_bf16(sum.w) : 0;
+    const auto gate = [&](bool in, float value) {
+      return in ? above(relu_bf16(value), p_.cut) : 0;
+    };
+    const uint32_t g0 = gate(low, sum.x), g1 = gate(low, sum.y);
+    const uint32_t g2 = gate(high, sum.z), g3 = gate(high, sum.w);
     const uint32_t at = gate_place(lane_ / 4) + block * 16 + lane_ % 4 * 4;
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(g0 | g1 << 16) : "memory");
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * kGatePitch), "r"(g2 | g3 << 16)
@@ -814,7 +819,7 @@ class Kernel {
                      : "r"(gate_place(token + half) + shared_.list[at] * 2));
       }
       const float g = __uint_as_float(uint32_t{gate} << 16);
-      const float h = (p_.squared ? g * g : g) * values[i];
+      const float h = (p_.squared ? g * g : g) * relu_if(p_.up_relu, values[i]);
       out[column + i % 2][token + half] = gate == 0 ? 0 : __bfloat16_as_ushort(__float2bfloat16(h));
     }
     __syncwarp();
@@ -1151,7 +1156,9 @@ cudaError_t launch_small_batch(const BatchFfnCuda& problem, const Hidden& hidden
                                        .width = width,
                                        .ffn = ffn,
                                        .early_weights = problem.weights_are_constant,
-                                       .squared = problem.squared},
+                                       .squared = problem.squared,
+                                       .up_relu = problem.up_relu,
+                                       .cut = problem.cut},
                            .neurons = neurons,
                            .slice_chunks = ceil_div(width, 4 * 64)};
   const cudaError_t status =

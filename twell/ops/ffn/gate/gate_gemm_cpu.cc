@@ -38,11 +38,12 @@ void interleave(const uint32_t* column, const uint32_t* value, int64_t count, ui
   for (; i < count; ++i) words[i] = column[i] | static_cast<uint64_t>(value[i]) << 32;
 }
 
-// Lists the values of gate[0, width) that are not <= 0 (NaN is active) and returns their number.
+// Lists the values of gate[0, width) that are not <= threshold (NaN is active) and returns their
+// number.
 // The gate starts at column `begin`. No more than `room` are listed; the arrays take one vector
 // beyond that.
-int64_t compress_active(const float* gate, int64_t width, int64_t begin, int64_t room,
-                        uint32_t* column, uint32_t* value) {
+int64_t compress_active(const float* gate, float threshold, int64_t width, int64_t begin,
+                        int64_t room, uint32_t* column, uint32_t* value) {
   const DF df;
   const DU du;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
@@ -50,7 +51,7 @@ int64_t compress_active(const float* gate, int64_t width, int64_t begin, int64_t
   int64_t i = 0;
   for (; i + lanes <= width; i += lanes) {
     const auto v = hn::LoadU(df, gate + i);
-    const auto fires = hn::Not(hn::Le(v, hn::Zero(df)));
+    const auto fires = hn::Not(hn::Le(v, hn::Set(df, threshold)));
     if (count <= room) {
       const auto columns = hn::Iota(du, static_cast<uint32_t>(begin + i));
       hn::StoreU(hn::Compress(columns, hn::RebindMask(du, fires)), du, column + count);
@@ -59,7 +60,7 @@ int64_t compress_active(const float* gate, int64_t width, int64_t begin, int64_t
     count += static_cast<int64_t>(hn::CountTrue(df, fires));
   }
   for (; i < width; ++i) {
-    if (gate[i] <= 0.0f) continue;
+    if (gate[i] <= threshold) continue;
     if (count <= room) {
       column[count] = static_cast<uint32_t>(begin + i);
       value[count] = std::bit_cast<uint32_t>(gate[i]);
@@ -70,12 +71,12 @@ int64_t compress_active(const float* gate, int64_t width, int64_t begin, int64_t
 }
 
 // In place; the columns past F of the row's last tile become 0.
-void relu_tile(float* gate, int64_t width, int64_t tile) {
-  for (int64_t i = 0; i < width; ++i) gate[i] = gate[i] <= 0.0f ? 0.0f : gate[i];
+void relu_tile(float* gate, float threshold, int64_t width, int64_t tile) {
+  for (int64_t i = 0; i < width; ++i) gate[i] = gate[i] <= threshold ? 0.0f : gate[i];
   for (int64_t i = width; i < tile; ++i) gate[i] = 0.0f;
 }
 
-void pack_rows(const TwellWide& out, int64_t begin, int64_t end, uint32_t* column,
+void pack_rows(const TwellWide& out, float threshold, int64_t begin, int64_t end, uint32_t* column,
                uint32_t* value) {
   const TwellShape& shape = out.shape;
   for (int64_t row = begin; row < end; ++row) {
@@ -86,11 +87,12 @@ void pack_rows(const TwellWide& out, int64_t begin, int64_t end, uint32_t* colum
       const int64_t width = std::min<int64_t>(shape.tile, shape.cols - first);
       float* gate = out.spill + slot * shape.tile;
       uint64_t* words = out.tile_words(row, t);
-      const int64_t count = compress_active(gate, width, first, shape.capacity(), column, value);
+      const int64_t count =
+          compress_active(gate, threshold, width, first, shape.capacity(), column, value);
       words[0] = static_cast<uint64_t>(count);
       if (count > shape.capacity()) {
         words[1] = static_cast<uint64_t>(slot);
-        relu_tile(gate, width, shape.tile);
+        relu_tile(gate, threshold, width, shape.tile);
       } else {
         interleave(column, value, count, words + 1);
       }
@@ -115,7 +117,7 @@ HWY_EXPORT(lanes);
 
 int64_t gate_gemm(Context& ctx, const GateGemm& problem) {
   gate_product(ctx, problem);
-  return gate_pack(ctx, problem.out);
+  return gate_pack(ctx, problem.out, problem.threshold);
 }
 
 void gate_product(Context& ctx, const GateGemm& problem) {
@@ -135,13 +137,13 @@ void gate_product(Context& ctx, const GateGemm& problem) {
   linear_forward(ctx, x, weight, gate_dense(out));
 }
 
-int64_t gate_pack(Context& ctx, const TwellWide& out) {
+int64_t gate_pack(Context& ctx, const TwellWide& out, float threshold) {
   const auto size =
       static_cast<size_t>(out.shape.capacity() + 1 + 2 * HWY_DYNAMIC_DISPATCH(lanes)());
   // A row of 5,000 columns packs in about a microsecond; waking a thread pays for sixteen of them.
   ctx.parallel_for(out.shape.rows, 16, [&](int64_t begin, int64_t end, int) {
     std::vector<uint32_t> column(size), value(size);
-    HWY_DYNAMIC_DISPATCH(pack_rows)(out, begin, end, column.data(), value.data());
+    HWY_DYNAMIC_DISPATCH(pack_rows)(out, threshold, begin, end, column.data(), value.data());
   });
   return std::accumulate(out.row_nnz, out.row_nnz + out.shape.rows, int64_t{0});
 }

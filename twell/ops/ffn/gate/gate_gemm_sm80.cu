@@ -32,6 +32,7 @@ struct Params {
   int tokens, width, ffn;
   int m_tiles, n_tiles;  // n_tiles: also TwELL's per row
   int slots;             // words per (row, tile)
+  uint32_t cut;          // of FATReLU
 };
 
 constexpr int kThreads = 256;
@@ -210,9 +211,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int j = 0; j < 8; ++j) {
       uint8_t* to = shared + (warp_m * 64 + i * 16 + lane / 4) * kPackPitch +
                     (warp_n * 64 + j * 8 + lane % 4 * 2) * 2;
-      *reinterpret_cast<uint32_t*>(to) = gpu::relu_bf16x2(acc[i][j][0], acc[i][j][1]);
+      *reinterpret_cast<uint32_t*>(to) =
+          gpu::above(gpu::relu_bf16x2(acc[i][j][0], acc[i][j][1]), params.cut);
       *reinterpret_cast<uint32_t*>(to + 8 * kPackPitch) =
-          gpu::relu_bf16x2(acc[i][j][2], acc[i][j][3]);
+          gpu::above(gpu::relu_bf16x2(acc[i][j][2], acc[i][j][3]), params.cut);
     }
   }
   __syncthreads();
@@ -257,7 +259,8 @@ void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
                       static_cast<int>(problem.ffn),
                       static_cast<int>((problem.tokens + kTileM - 1) / kTileM),
                       static_cast<int>(problem.out.shape.tiles()),
-                      problem.out.shape.slots()};
+                      problem.out.shape.slots(),
+                      problem.cut};
   TWELL_CUDA_CHECK(launch(params, ctx.stream()));
 }
 

@@ -45,6 +45,7 @@ struct Params {
   paired_gemm::UnitOrder order;
   const int32_t* condition;  // the kernel runs unless this holds 0; null: it runs
   int32_t* packed;           // GateProgress::words
+  uint32_t cut;              // of FATReLU
 };
 
 // Packs one WGMMA accumulator tile, 64 tokens by 256 neurons per warpgroup, into TwELL: from
@@ -111,11 +112,17 @@ class PackedTile {
  public:
   // The tile has N columns.
   template <int N>
-  __device__ __forceinline__ void take(const float (&acc)[128]) {
+  __device__ __forceinline__ void take(const float (&acc)[128], uint32_t cut) {
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
       upper_[i] = relu_bf16x2(acc[4 * i], acc[4 * i + 1]);
       lower_[i] = relu_bf16x2(acc[4 * i + 2], acc[4 * i + 3]);
+    }
+    if (cut == 0) return;
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      upper_[i] = gpu::above(upper_[i], cut);
+      lower_[i] = gpu::above(lower_[i], cut);
     }
   }
 
@@ -456,7 +463,7 @@ struct Consumer {
     }
     wgmma_wait<0>();
     release(ring, previous);
-    pending.take<N>(acc);
+    pending.take<N>(acc, params.cut);
   }
 };
 
@@ -613,6 +620,7 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   params.order = schedule.order;
   params.condition = problem.condition;
   params.packed = problem.progress.words;
+  params.cut = problem.cut;
   TWELL_CUDA_CHECK(
       launch(params, problem.progress.size, schedule.clusters * kCluster, ctx.stream()));
 }

@@ -150,6 +150,7 @@ struct Params {
   int stages;
   int cluster_x, cluster_y;  // CTAs of a cluster along the tokens, along the neurons
   bool early_weights;        // the first weight may be read before the predecessor has finished
+  uint32_t cut;              // of FATReLU
 };
 
 // With more than the CTA was launched with, 168 per thread, the kernel would wait for ever.
@@ -293,8 +294,8 @@ struct Consumer {
     const bool lower_in = cta.tile * kTokens + row + lane / 4 + 8 < p.tokens;
     const uint32_t to = s.ring + (lane / 16 * 8 + lane % 8) * kRowBytes +
                         static_cast<uint32_t>(row + lane / 8 % 2 * 8) * 2;
-    const auto pair = [](bool in, float low, float high) {
-      return in ? relu_bf16x2(low, high) : 0;
+    const auto pair = [&](bool in, float low, float high) {
+      return in ? above(relu_bf16x2(low, high), p.cut) : 0;
     };
 #pragma unroll
     for (int i = 0; i < kMaxNeurons / 8; i += 2) {
@@ -415,6 +416,7 @@ struct Params {
   Lists lists;
   int width, k_steps;
   bool squared;  // f(g) = g^2
+  bool up_relu;  // dReLU
 };
 
 struct Shared {
@@ -561,6 +563,8 @@ struct Chunk {
     }
     const auto h = [&](uint32_t g, float low, float high, int neuron) {
       if (p.up == nullptr) low = high = 1.0f;
+      low = relu_if(p.up_relu, low);
+      high = relu_if(p.up_relu, high);
       if (p.squared) {
         low *= low_half(g);
         high *= high_half(g);
@@ -950,7 +954,8 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
       .stages = std::min<int>(kMaxStages, gate::kRingBytes / (kBytesX + lists.neurons * 128)),
       .cluster_x = cluster_x,
       .cluster_y = cluster_y,
-      .early_weights = problem.weights_are_constant};
+      .early_weights = problem.weights_are_constant,
+      .cut = problem.cut};
   TWELL_CUDA_CHECK(launch(gate::medium_gate_sm90_kernel,
                           dim3(ceil_div(schedule.tiles, cluster_x) * cluster_x,
                                ceil_div(schedule.segments, cluster_y) * cluster_y),
@@ -961,7 +966,8 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                          .lists = lists,
                          .width = width,
                          .k_steps = k_steps,
-                         .squared = problem.squared};
+                         .squared = problem.squared,
+                         .up_relu = problem.up_relu};
   TWELL_CUDA_CHECK(launch(up::medium_up_sm90_kernel,
                           dim3(schedule.up_split, schedule.up_clusters, schedule.tiles),
                           dim3(schedule.up_split), kSharedBytes - 256, ctx.stream(), of_up));

@@ -57,6 +57,7 @@ struct Problem {
   int32_t* parts_done;     // [kSplitTarget * chunks], 0 between calls
   float* partials;         // [kMaxPartials, D]
   bool squared;            // f(g) = g^2
+  bool up_relu;            // dReLU
   bool add;                // y += instead of =
   ActivityCuda* activity;  // added to; may be null
 };
@@ -278,7 +279,8 @@ __device__ __forceinline__ void multiply_list(const Problem& problem, RowPiece<P
     for (int half = 0; half < 2; ++half) {
       const int i = half * 32 + lane_id();
       const float g = i < size ? list.value[i] : 0.0f;
-      const float h = (problem.squared ? g * g : g) * (half == 0 ? up_low : up_high);
+      const float u = gpu::relu_if(problem.up_relu, half == 0 ? up_low : up_high);
+      const float h = (problem.squared ? g * g : g) * u;
       if (i < size) list.value[i] = __bfloat162float(__float2bfloat16(h));
     }
     __syncwarp();
@@ -575,6 +577,7 @@ void row_fused_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                                    counters + kCounterWords,
                                    workspace.partials_.data(),
                                    problem.squared,
+                                   problem.up_relu,
                                    problem.add,
                                    problem.activity};
   TWELL_CUDA_CHECK(row_fused::launch_light_rows(kernels, ctx.stream()));

@@ -32,7 +32,8 @@ void check_screen(const FfnCallCuda& call) {
                             .ffn = call.ffn(),
                             .x = problem.x + begin * call.width(),
                             .w_gate = problem.weights.w_gate,
-                            .out = gate});
+                            .out = gate,
+                            .cut = call.cut()});
   TWELL_CUDA_CHECK(launch_check_screen(gate, buffers.words.data() + begin * shape.tiles() * 8,
                                        call.plan.counts, call.ctx.stream()));
 }
@@ -56,6 +57,8 @@ void launch_screened(const FfnCallCuda& call) {
                      .y = problem.y,
                      .add = problem.add,
                      .squared = call.squared(),
+                     .up_relu = call.up_relu(),
+                     .cut = call.cut(),
                      .y_rows = problem.y_rows,
                      .candidates = {buffers.words.data(), buffers.row_nnz.data()},
                      .row_nnz = problem.row_nnz,

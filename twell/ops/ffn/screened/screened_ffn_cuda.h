@@ -61,10 +61,12 @@ struct ScreenedFfnCuda {
   __nv_bfloat16* y = nullptr;             // [M, D], every element written; overlaps nothing
   bool add = false;                       // y += instead of =
   bool squared = false;                   // f(g) = g^2
-  const int32_t* y_rows = nullptr;        // [M] row of y of each row of x; null: its own
-  CandidatesCuda candidates;              // [M, F] memory to work in
-  int32_t* row_nnz = nullptr;             // [M] out: active neurons of each token, or null
-  ActivityCuda* activity = nullptr;       // added to; may be null
+  bool up_relu = false;                   // dReLU
+  uint32_t cut = 0;                  // of FATReLU; candidates are those of ReLU, which are more
+  const int32_t* y_rows = nullptr;   // [M] row of y of each row of x; null: its own
+  CandidatesCuda candidates;         // [M, F] memory to work in
+  int32_t* row_nnz = nullptr;        // [M] out: active neurons of each token, or null
+  ActivityCuda* activity = nullptr;  // added to; may be null
 };
 
 void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,

@@ -485,6 +485,8 @@ struct Consumer {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
   }
   __device__ __forceinline__ void apply_gate(uint32_t gates, float& low, float& high) const {
+    low = gpu::relu_if(gemm.gate.up_relu, low);
+    high = gpu::relu_if(gemm.gate.up_relu, high);
     if (gemm.gate.squared) {
       low *= gpu::low_half(gates);
       high *= gpu::high_half(gates);
@@ -502,7 +504,7 @@ struct Consumer {
     const uint32_t base = shared.gate + row * 128 + thread % 4 * 4;
     uint32_t fires[2] = {};  // of the upper and the lower row, even and odd columns
     const auto write = [&](uint32_t at, uint32_t& count, const float* g, const float* u) {
-      const uint32_t gates = gpu::relu_bf16x2(g[0], g[1]);
+      const uint32_t gates = gpu::above(gpu::relu_bf16x2(g[0], g[1]), gemm.gate.cut);
       count += __vminu2(gates, 0x00010001u);
       float low = u[0], high = u[1];
       apply_gate(gates, low, high);
@@ -901,7 +903,8 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                   packed.shape.slots(),
                   problem.follows_gate ? progress.words : nullptr,
                   gate_gemm_phases(ctx, problem.tokens, problem.ffn),
-                  problem.squared};
+                  problem.squared,
+                  problem.up_relu};
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
   const bool gated = problem.w_up != nullptr;
@@ -945,6 +948,8 @@ void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
                   .rows = static_cast<int>(problem.tokens),
                   .col_tiles = static_cast<int>(ceil_div(problem.ffn, 256)),
                   .squared = problem.squared,
+                  .up_relu = problem.up_relu,
+                  .cut = problem.cut,
                   .candidates = problem.candidates.words};
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
