@@ -4,24 +4,13 @@
 #include <cmath>
 #include <numbers>
 
+#include "twell/base/philox.h"
+
 namespace twell {
 
 std::array<uint32_t, 4> philox(uint64_t seed, uint64_t stream, uint64_t index) {
-  std::array<uint32_t, 4> counter = {
-      static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32),
-      static_cast<uint32_t>(stream), static_cast<uint32_t>(stream >> 32)};
-  uint32_t key0 = static_cast<uint32_t>(seed);
-  uint32_t key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * counter[0];
-    const uint64_t product1 = uint64_t{0xCD9E8D57u} * counter[2];
-    counter = {
-        static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key0, static_cast<uint32_t>(product1),
-        static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key1, static_cast<uint32_t>(product0)};
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-  return counter;
+  const PhiloxBits bits = philox_bits(seed, stream, index);
+  return {bits.word[0], bits.word[1], bits.word[2], bits.word[3]};
 }
 
 float uniform(uint64_t seed, uint64_t stream, uint64_t index) {

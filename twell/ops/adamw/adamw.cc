@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/adamw/adamw.h"
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 
 #include "twell/base/buffer.h"
 #include "twell/base/error.h"
+#include "twell/ops/adamw/moment_rounding.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "twell/ops/adamw/adamw.cc"
@@ -88,6 +90,19 @@ namespace {
 HWY_EXPORT(update_range);
 HWY_EXPORT(sum_of_squares);
 
+void round_moments(int64_t step, const AdamWParams& p, int64_t begin, int64_t end) {
+  PhiloxBits bits{};
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t place = p.first + i, lane = place % kRoundingGroup;
+    if (i == begin || lane == 0) bits = rounding_bits(p.seed, step, place / kRoundingGroup);
+    const auto round = [](float& value, uint32_t random) {
+      value = std::bit_cast<float>(round_stochastically(std::bit_cast<uint32_t>(value), random));
+    };
+    round(p.exp_avg[static_cast<size_t>(i)], bits.word[lane]);
+    round(p.exp_avg_sq[static_cast<size_t>(i)], bits.word[lane] >> 16);
+  }
+}
+
 constexpr int64_t kGrain = 1 << 14;      // below this a second thread costs more than it saves
 constexpr int64_t kNormBlock = 1 << 14;  // 64 KiB: one partial sum, whatever the thread count
 }  // namespace
@@ -106,6 +121,7 @@ AdamWCoefficients adamw_coefficients(const AdamW& options) {
       .step_size = static_cast<float>(options.learning_rate / correct1),
       .rsqrt_correct2 = static_cast<float>(1.0 / std::sqrt(correct2)),
       .eps = static_cast<float>(options.eps),
+      .step = options.step,
   };
 }
 
@@ -119,6 +135,7 @@ void adamw_step(Context& ctx, const AdamW& options, const AdamWParams& params) {
   const auto update = HWY_DYNAMIC_DISPATCH(update_range);
   ctx.parallel_for(static_cast<int64_t>(n), kGrain, [&](int64_t begin, int64_t end, int) {
     update(coefficients, params, begin, end);
+    if (params.round_moments) round_moments(options.step, params, begin, end);
   });
 }
 

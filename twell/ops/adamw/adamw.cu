@@ -49,6 +49,13 @@ __device__ void update(const AdamWCoefficients& c, float decay, float scaled_gra
   w = fmaf(-c.step_size, __fdiv_rn(m, denominator), __fmul_rn(w, decay));
 }
 
+// Rounds both moments of the parameter `lane` of a group to bf16.
+__device__ void round_moments(const PhiloxBits& bits, int64_t lane, float& m, float& v) {
+  const uint32_t random = bits.word[lane];
+  m = __uint_as_float(round_stochastically(__float_as_uint(m), random));
+  v = __uint_as_float(round_stochastically(__float_as_uint(v), random >> 16));
+}
+
 // The last run that begins at or before i.
 __device__ int64_t run_of(const AdamWRun* runs, int64_t count, int64_t i) {
   int64_t low = 0, high = count;
@@ -61,6 +68,8 @@ __device__ int64_t run_of(const AdamWRun* runs, int64_t count, int64_t i) {
 
 template <typename Moment>
 __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
+  constexpr bool kRounds = sizeof(Moment) == 2;
+  static_assert(kVector == kRoundingGroup);
   __shared__ AdamWCoefficients shared;
   __shared__ int64_t first_run;
   __shared__ bool skip;
@@ -100,6 +109,11 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
     }
     *upper = bf16;
     *lower = rest;
+    if constexpr (kRounds) {
+      const PhiloxBits bits = rounding_bits(p.seed, c.step, (p.first + at) / kRoundingGroup);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) round_moments(bits, k, m[k], v[k]);
+    }
     store(m, exp_avg + at);
     store(v, exp_avg_sq + at);
     return;
@@ -109,6 +123,11 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
     float w = join(p.weight[i], p.weight_rest[i]);
     update(c, decay_at(i), __fmul_rn(p.grad[i], c.grad_scale), w, m, v);
     split(w, p.weight[i], p.weight_rest[i]);
+    if constexpr (kRounds) {
+      const int64_t place = p.first + i;
+      round_moments(rounding_bits(p.seed, c.step, place / kRoundingGroup), place % kRoundingGroup,
+                    m, v);
+    }
     assign(exp_avg[i], m);
     assign(exp_avg_sq[i], v);
   }
@@ -170,6 +189,7 @@ __global__ void __launch_bounds__(kNormThreads) norm_kernel(GradientNormCuda p, 
 
 cudaError_t launch_adamw(const AdamWCuda& p, cudaStream_t stream) {
   if (p.size == 0) return cudaSuccess;
+  if (p.first % kRoundingGroup != 0) return cudaErrorInvalidValue;
   const auto blocks = static_cast<unsigned>((p.size + kBlock - 1) / kBlock);
   if (p.moments == MomentDType::kF32) {
     adamw_kernel<float><<<blocks, kThreads, 0, stream>>>(p);

@@ -36,6 +36,7 @@ struct AdamWCoefficients {
   float step_size;       // lr / (1 - beta1^step)
   float rsqrt_correct2;  // 1 / sqrt(1 - beta2^step)
   float eps;
+  int64_t step;
 };
 // Error when the step is below 1.
 AdamWCoefficients adamw_coefficients(const AdamW& options);
@@ -46,6 +47,10 @@ struct AdamWParams {
   std::span<const float> grad;
   std::span<float> exp_avg;
   std::span<float> exp_avg_sq;
+  // Rounds the moments to bf16 (moment_rounding.h); they stay in f32 memory.
+  bool round_moments = false;
+  uint64_t seed = 0;
+  int64_t first = 0;  // place of the first parameter among all of the model
 };
 // Errors: Error when the sizes differ or step < 1.
 void adamw_step(Context& ctx, const AdamW& options, const AdamWParams& params);

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "twell/ops/adamw/adamw.h"
+#include "twell/ops/adamw/moment_rounding.h"
 #include "twell/ops/adamw/split_weight.h"
 
 namespace twell {
@@ -20,11 +21,13 @@ struct AdamWRun {
   bool decay = false;  // weight decay applies; else as with weight_decay 0
 };
 
-enum class MomentDType { kF32, kBF16 };  // bf16: storage, rounded to nearest; arithmetic is f32
+enum class MomentDType { kF32, kBF16 };  // bf16: storage (moment_rounding.h); arithmetic is f32
 
 // Device memory throughout. The arrays of parameters are 16-byte aligned.
 struct AdamWCuda {
-  int64_t size = 0;                                 // N
+  int64_t size = 0;   // N
+  int64_t first = 0;  // place of the first parameter among all, a multiple of kRoundingGroup
+  uint64_t seed = 0;  // of the rounding of moments in bf16
   const AdamWRun* runs = nullptr;                   // [run_count] ascending, the first begins at 0
   int64_t run_count = 0;                            // at least 1
   const AdamWCoefficients* coefficients = nullptr;  // of this step (adamw_coefficients)

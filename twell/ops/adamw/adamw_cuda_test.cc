@@ -167,7 +167,8 @@ INSTANTIATE_TEST_SUITE_P(Sizes, AdamWCudaTest,
                          testing::Values(int64_t{1}, int64_t{127}, int64_t{129}, int64_t{1024},
                                          int64_t{70003}));
 
-// bf16 moments are the f32 results, rounded: one step from moments that bf16 represents.
+// bf16 moments are the f32 results, rounded as the CPU op rounds: one step from moments that bf16
+// represents, of parameters in the middle of a model.
 TEST(AdamWCudaTest, MomentsInBf16) {
   TWELL_SKIP_WITHOUT_GPU();
   const int64_t n = 1029;
@@ -183,7 +184,11 @@ TEST(AdamWCudaTest, MomentsInBf16) {
   const Weights weight_a(weight), weight_b(weight);
   const auto m_f32 = upload(to_floats(m)), v_f32 = upload(to_floats(v));
   const auto m_bf16 = upload(m), v_bf16 = upload(v);
+  constexpr int64_t kFirst = 64 * 1003;
+  constexpr uint64_t kSeed = 11;
   AdamWCuda problem{.size = n,
+                    .first = kFirst,
+                    .seed = kSeed,
                     .runs = runs.data(),
                     .run_count = 1,
                     .coefficients = coefficients.data(),
@@ -202,13 +207,57 @@ TEST(AdamWCudaTest, MomentsInBf16) {
   stream.synchronize();
   EXPECT_NE(weight_a.values(), weight);
   EXPECT_EQ(weight_a.values(), weight_b.values());
-  const auto rounded = [](const std::vector<float>& values) {
+  const auto rounded = [&](const std::vector<float>& values, int shift) {
     std::vector<float> out;
-    for (const float value : values) out.push_back(__bfloat162float(__float2bfloat16(value)));
+    for (const float value : values) {
+      const int64_t place = kFirst + std::ssize(out);
+      const uint32_t random =
+          rounding_bits(kSeed, 7, place / kRoundingGroup).word[place % kRoundingGroup] >> shift;
+      out.push_back(
+          std::bit_cast<float>(round_stochastically(std::bit_cast<uint32_t>(value), random)));
+    }
     return out;
   };
-  EXPECT_EQ(to_floats(download(m_bf16)), rounded(download(m_f32)));
-  EXPECT_EQ(to_floats(download(v_bf16)), rounded(download(v_f32)));
+  EXPECT_EQ(to_floats(download(m_bf16)), rounded(download(m_f32), 0));
+  EXPECT_EQ(to_floats(download(v_bf16)), rounded(download(v_f32), 16));
+}
+
+// To nearest, v would stay at 1.
+TEST(AdamWCudaTest, MomentsInBf16Decay) {
+  TWELL_SKIP_WITHOUT_GPU();
+  const int64_t n = 4099;
+  constexpr int kSteps = 1000;
+  const CudaStream stream;
+  const Weights weight(random_floats(n, 4));
+  const std::vector<__nv_bfloat16> ones(static_cast<size_t>(n), __float2bfloat16(1.0f));
+  const auto m = upload(ones), v = upload(ones);
+  const auto grad = upload(std::vector<float>(static_cast<size_t>(n), 0.0f));
+  const auto runs = upload(std::vector<AdamWRun>{{0, true}});
+  std::vector<AdamWCoefficients> steps;
+  for (int step = 1; step <= kSteps; ++step) {
+    steps.push_back(adamw_coefficients({.beta1 = 0.999, .beta2 = 0.999, .step = step}));
+  }
+  const auto coefficients = upload(steps);
+  for (int step = 0; step < kSteps; ++step) {
+    TWELL_CUDA_CHECK(launch_adamw({.size = n,
+                                   .runs = runs.data(),
+                                   .run_count = 1,
+                                   .coefficients = coefficients.data() + step,
+                                   .grad = grad.data(),
+                                   .weight = weight.bf16.data(),
+                                   .weight_rest = weight.rest.data(),
+                                   .moments = MomentDType::kBF16,
+                                   .exp_avg = m.data(),
+                                   .exp_avg_sq = v.data()},
+                                  stream.get()));
+  }
+  stream.synchronize();
+  const double expected = std::pow(0.999, kSteps);
+  for (const auto& moment : {to_floats(download(m)), to_floats(download(v))}) {
+    double sum = 0.0;
+    for (const float value : moment) sum += value;
+    EXPECT_NEAR(sum / static_cast<double>(n), expected, 0.01 * expected);
+  }
 }
 
 TEST(AdamWCudaTest, SkipsAStepThatIsNotFinite) {
