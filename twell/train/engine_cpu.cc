@@ -43,8 +43,6 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shard
       teacher_(teacher) {
   TWELL_CHECK((teacher != nullptr) == (options.distill > 0.0), "a distillation share of {} {}",
               options.distill, teacher == nullptr ? "without a teacher" : "with a teacher");
-  TWELL_REQUIRE(options.moment_dtype == DType::kF32,
-                "the CPU keeps AdamW's moments in f32; leave --moment-dtype out");
   TWELL_REQUIRE(options.gradient_dtype == DType::kF32,
                 "the CPU adds gradients in f32; leave --gradient-dtype out");
   if (teacher != nullptr) {

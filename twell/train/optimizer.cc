@@ -41,7 +41,8 @@ void Optimizer::step(Context& ctx, const TrainOptions& options, int64_t step, do
     adamw.weight_decay = run.decay ? options.weight_decay : 0.0;
     adamw_step(ctx, adamw,
                {part(model.flat.span(), run.offset), part(grads, run.offset),
-                part(exp_avg(), run.local), part(exp_avg_sq(), run.local)});
+                part(exp_avg(), run.local), part(exp_avg_sq(), run.local),
+                options.moment_dtype == DType::kBF16, options.seed, run.offset});
   }
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "twell/base/for_each.cuh"
+#include "twell/base/philox.h"
 #include "twell/model/model_cuda.h"
 #include "twell/train/activity.h"
 
@@ -16,21 +17,9 @@ constexpr int kThreads = 256;
 
 // Equals normal() of rng.h.
 __device__ float draw_normal(uint64_t seed, uint64_t stream, uint64_t index) {
-  uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32);
-  uint32_t c2 = static_cast<uint32_t>(stream), c3 = static_cast<uint32_t>(stream >> 32);
-  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
-    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
-    c1 = static_cast<uint32_t>(product1);
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
-    c3 = static_cast<uint32_t>(product0);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-  const double u1 = (static_cast<double>(c0) + 1.0) * 0x1p-32;
-  const double u2 = static_cast<double>(c1) * 0x1p-32;
+  const PhiloxBits bits = philox_bits(seed, stream, index);
+  const double u1 = (static_cast<double>(bits.word[0]) + 1.0) * 0x1p-32;
+  const double u2 = static_cast<double>(bits.word[1]) * 0x1p-32;
   return static_cast<float>(sqrt(-2.0 * log(u1)) * cospi(2.0 * u2));
 }
 
@@ -317,6 +306,8 @@ void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* no
     if (piece.size == 0) continue;
     const int64_t moment_at = piece.local * moment_bytes(options_.moment_dtype);
     TWELL_CUDA_CHECK(launch_adamw({.size = piece.size,
+                                   .first = piece.begin,
+                                   .seed = options_.seed,
                                    .runs = runs_.data() + piece_runs_[i].first,
                                    .run_count = piece_runs_[i].count,
                                    .coefficients = coefficients,
