@@ -45,13 +45,14 @@ Matched match(std::string_view callee, std::string_view parameters, const Argume
   TWELL_REQUIRE(arguments.positional.size() <= positions, "{} takes {} arguments, not {}", callee,
                 positions, arguments.positional.size());
   for (size_t i = 0; i < arguments.positional.size(); ++i) out[i] = &arguments.positional[i];
-  for (const auto& [name, value] : arguments.named) {
+  for (const auto& argument : arguments.named) {
+    const std::string& name = argument.first;
     const auto found = std::find_if(known.begin(), known.end(),
                                     [&](const Accepted& p) { return p.by_name && p.name == name; });
     TWELL_REQUIRE(found != known.end(), "{} knows no argument '{}'", callee, name);
     const Value*& place = out[static_cast<size_t>(found - known.begin())];
     TWELL_REQUIRE(place == nullptr, "{} is given '{}' twice", callee, name);
-    place = &value;
+    place = &argument.second;
   }
   for (size_t i = 0; i < known.size(); ++i) {
     TWELL_REQUIRE(out[i] != nullptr || known[i].optional, "{} lacks the argument '{}'", callee,

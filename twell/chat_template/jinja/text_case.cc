@@ -188,7 +188,7 @@ void append_lower(std::string& out, std::string_view text, size_t begin, size_t 
   }
 }
 
-constexpr size_t kGrowth = 3;  // a character becomes at most three
+constexpr size_t kGrowth = 8;  // a character becomes at most three, and is looked up
 
 // Calls change(c, begin, end, out) for every code point of the text.
 template <typename Change>
