@@ -177,6 +177,10 @@ TEST(Session, RefusesWhatDoesNotFit) {
   const auto model = test_model(ctx, kVocab);
   EXPECT_THROW(SessionCpu(ctx, *model, {.slots = 0}), InputError);
   EXPECT_THROW(SessionCpu(ctx, *model, {.capacity = 49}), InputError);
+  // A sequence has at most the blocks that there are.
+  const KvFormat format{.block_tokens = 16};
+  const int64_t block = KvCache::block_bytes(model->config, format);
+  EXPECT_EQ(SessionCpu(ctx, *model, {.cache_bytes = 2 * block, .cache = format}).capacity(), 32);
   SessionCpu session(ctx, *model, {.capacity = 10});
   session.append(0, random_ids(10, kVocab, 1));
   EXPECT_THROW(session.append(0, random_ids(1, kVocab, 1)), InputError);
