@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// twell convert: rewrites a checkpoint folder in another layout or dtype.
+// twell convert: rewrites a checkpoint folder in another layout or dtype, or in 8 bits.
 #include <fmt/core.h>
 
 #include <chrono>
@@ -9,6 +9,7 @@
 #include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/convert.h"
+#include "twell/checkpoint/quantization.h"
 #include "twell/train/metrics.h"
 
 namespace twell::cli {
@@ -17,18 +18,22 @@ namespace {
 struct ConvertArguments {
   std::string layout = "keep";
   std::string dtype = "keep";
+  std::string weights = "keep";
 };
 
 int run_convert(const CommonOptions& common, const ConvertArguments& arguments) {
   TWELL_REQUIRE(!common.out.empty(), "no output folder given: add --out DIR");
   std::optional<DType> dtype;
   if (arguments.dtype != "keep") dtype = parse_dtype(arguments.dtype);
+  std::optional<ByteType> weights;
+  if (arguments.weights != "keep") weights = parse_byte_type(arguments.weights);
   stop_on_signals();
   const auto start = std::chrono::steady_clock::now();
   const ConvertResult result =
       convert_checkpoint(common.checkpoint, common.out,
                          {.layout = parse_checkpoint_layout(arguments.layout),
                           .dtype = dtype,
+                          .weights = weights,
                           .allow_non_finite = common.allow_non_finite,
                           .on_piece = check_interrupted});
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
@@ -52,6 +57,9 @@ void add_convert_command(Command& root, CommonOptions& common) {
                  "ReLU models were published");
   command.choice("--dtype", &arguments->dtype, {"keep", "f32", "bf16", "f16"},
                  "Type of the weights");
+  command.choice("--weights", &arguments->weights, {"keep", "fp8", "int8"},
+                 "The projections of the layers in 8 bits with a scale per output, as "
+                 "compressed-tensors stores them: fp8 for GPUs, int8 for CPUs");
   command.footer(
       "What does not change is copied byte for byte: tensors, keys, tokenizer and templates.\n\n"
       "Example:\n  twell convert --checkpoint SparseLM0.5B --layout hf --out sparse-hf");

@@ -81,17 +81,21 @@ SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config
 
 std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePlan& plan,
                                     std::unique_ptr<Model> host_model) {
-  const LoadOptions load{.allow_non_finite = common.allow_non_finite};
+  const LoadOptions load = load_options(common);
 #ifdef TWELL_HAVE_CUDA
   if (use_cuda(common)) {
     std::string why;
-    if (common.device == "auto") why = EngineCuda::cannot_run(load_config(common.checkpoint), plan);
+    if (common.device == "auto") {
+      why = EngineCuda::cannot_run(load_config(common.checkpoint), plan,
+                                   loads_in_bytes(common.checkpoint, load));
+    }
     if (why.empty()) return std::make_unique<EngineCuda>(common.checkpoint, plan, load);
     print_error("twell: running on the CPU: {}\n", why);
   }
 #else
   use_cuda(common);  // throws for "cuda"
 #endif
+  TWELL_REQUIRE(!load.weights, "--weights {} needs a GPU", common.weights);
   require_host_memory(common.checkpoint, load_config(common.checkpoint), plan);
   if (host_model != nullptr) {
     return std::make_unique<EngineCpu>(std::move(host_model), common.threads);

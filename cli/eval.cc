@@ -104,6 +104,7 @@ void add_eval_command(Command& root, CommonOptions& common) {
   Command& command = root.add("eval", "Cross-entropy of a model on a text, or accuracy on tasks");
   command.runs([&common, arguments] { return run_eval(common, *arguments); });
   add_checkpoint_option(command, common);
+  add_weights_option(command, common);
   add_text_options(command, common, arguments->text);
   command.value("--sequence-length", &arguments->evaluate.length, "N",
                 "Tokens a window sees at most; 0: the model's context");

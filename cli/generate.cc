@@ -293,6 +293,7 @@ void add_generate_command(Command& root, CommonOptions& common) {
   Command& command = root.add("generate", "Continue a prompt with a trained model");
   command.runs([&common, arguments] { return run_generate(common, *arguments); });
   add_checkpoint_option(command, common);
+  add_weights_option(command, common);
   Option& prompt = command.value("--prompt", &arguments->prompts, "TEXT",
                                  "Text to continue; repeatable: they are continued together");
   Option& prompt_file = command

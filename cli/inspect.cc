@@ -86,6 +86,7 @@ Inspection inspect(const CommonOptions& common, const InspectArguments& argument
   Inspection result;
   result.checkpoint = common.checkpoint.string();
   result.config = load_config(common.checkpoint);
+  result.weights = load_weight_bytes(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, result.config);
   std::optional<TextPieces> text;
   if (!common.data.empty() || !arguments.text.shards.empty()) {

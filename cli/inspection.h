@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/text_layout.h"
+#include "twell/format/byte_matrix.h"
 #include "twell/infer/activity_profile.h"
 #include "twell/infer/evaluate.h"
 #include "twell/model/config.h"
@@ -33,6 +34,7 @@ struct TokenRow {
 struct Inspection {
   std::string checkpoint;
   ModelConfig config;
+  std::optional<ByteType> weights;  // the type of projections that are stored in 8 bits
   std::vector<TensorHealth> tensors;
   int64_t damaged_tensors = 0;
   Evaluation evaluation;                   // 0 tokens when no text was given

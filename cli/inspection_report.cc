@@ -7,6 +7,7 @@
 #include "cli/inspection.h"
 #include "cli/text_layout.h"
 #include "twell/checkpoint/config_json.h"
+#include "twell/checkpoint/quantization.h"
 
 namespace twell::cli {
 namespace {
@@ -44,8 +45,13 @@ ordered_json tokens_json(const std::vector<TokenRow>& rows) {
   return out;
 }
 
-void print_config(const ModelConfig& config) {
+void print_config(const Inspection& inspection) {
+  const ModelConfig& config = inspection.config;
   fmt::print("parameters   {:.2f} M\n", static_cast<double>(config.parameter_count()) * 1e-6);
+  if (inspection.weights) {
+    fmt::print("weights      {} with a scale per output; embedding, head and norms are floats\n",
+               byte_option_name(*inspection.weights));
+  }
   fmt::print("layers       {}\n", config.layers);
   fmt::print("width        {}\n", config.width);
   fmt::print("ffn          {} ({}, {})\n", config.ffn, activation_name(config.activation),
@@ -188,10 +194,12 @@ LayerTable layer_table(const Inspection& inspection) {
 }
 
 ordered_json inspection_json(const Inspection& inspection) {
-  ordered_json json = {{"checkpoint", inspection.checkpoint},
-                       {"config", ordered_json(config_to_json(inspection.config))},
-                       {"parameters", inspection.config.parameter_count()},
-                       {"damaged_tensors", inspection.damaged_tensors}};
+  ordered_json json = {
+      {"checkpoint", inspection.checkpoint},
+      {"config", ordered_json(config_to_json(inspection.config))},
+      {"parameters", inspection.config.parameter_count()},
+      {"weights", inspection.weights ? byte_option_name(*inspection.weights) : "float"},
+      {"damaged_tensors", inspection.damaged_tensors}};
   for (const TensorHealth& tensor : inspection.tensors) {
     json["tensors"].push_back({{"name", tensor.name},
                                {"shape", {tensor.rows, tensor.cols}},
@@ -222,7 +230,7 @@ ordered_json inspection_json(const Inspection& inspection) {
 }
 
 void print_inspection(const Inspection& inspection, bool tensors) {
-  print_config(inspection.config);
+  print_config(inspection);
   fmt::print("health       {}\n",
              inspection.damaged_tensors == 0
                  ? std::string("every weight is a finite number")

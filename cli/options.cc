@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "twell/base/error.h"
+#include "twell/checkpoint/quantization.h"
 
 namespace twell::cli {
 namespace {
@@ -73,6 +74,20 @@ Option& add_checkpoint_option(Command& command, CommonOptions& common) {
 
 Option& add_out_option(Command& command, CommonOptions& common, std::string help) {
   return command.value("--out", &common.out, "DIR", std::move(help));
+}
+
+void add_weights_option(Command& command, CommonOptions& common) {
+  command
+      .value("--weights", &common.weights, "TYPE",
+             "Projections of the layers: stored, as the checkpoint has them; fp8, on a Hopper GPU; "
+             "int8, on the CPU")
+      .choices({"stored", "fp8", "int8"});
+}
+
+LoadOptions load_options(const CommonOptions& common) {
+  LoadOptions options{.allow_non_finite = common.allow_non_finite};
+  if (common.weights != "stored") options.weights = parse_byte_type(common.weights);
+  return options;
 }
 
 void add_seed_option(Command& command, CommonOptions& common) {

@@ -10,6 +10,7 @@
 
 #include "cli/command_line.h"
 #include "twell/base/dtype.h"
+#include "twell/checkpoint/tensor_load.h"
 
 namespace twell::cli {
 
@@ -17,7 +18,8 @@ namespace twell::cli {
 struct CommonOptions {
   std::vector<std::filesystem::path> data;
   std::filesystem::path checkpoint;
-  bool allow_non_finite = false;  // accept NaN and infinity in the checkpoint
+  bool allow_non_finite = false;   // accept NaN and infinity in the checkpoint
+  std::string weights = "stored";  // "stored", "fp8" or "int8"
   std::filesystem::path out;
   uint64_t seed = 0;
   int threads = 0;
@@ -41,6 +43,10 @@ Option& add_checkpoint_option(Command& command, CommonOptions& common);  // requ
 // Declares --allow-non-finite; add_checkpoint_option calls it.
 void add_non_finite_option(Command& command, CommonOptions& common);
 Option& add_out_option(Command& command, CommonOptions& common, std::string help);
+// Declares --weights: the type in which the checkpoint's projections are loaded.
+void add_weights_option(Command& command, CommonOptions& common);
+// How to load the checkpoint: --weights and --allow-non-finite.
+LoadOptions load_options(const CommonOptions& common);
 // The options below appear under the heading "Machine".
 void add_seed_option(Command& command, CommonOptions& common);
 void add_threads_option(Command& command, CommonOptions& common);

@@ -120,6 +120,7 @@ void add_serve_command(Command& root, CommonOptions& common) {
   Command& command = root.add("serve", "Serve a model over HTTP with OpenAI's API");
   command.runs([&common, arguments] { return run_serve(common, *arguments); });
   add_checkpoint_option(command, common);
+  add_weights_option(command, common);
   command.value("--host", &arguments->host, "ADDRESS",
                 "Address to listen on; the default takes connections of this machine only");
   command

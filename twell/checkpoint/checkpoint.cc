@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/checkpoint/checkpoint.h"
 
+#include <algorithm>
+#include <cmath>
 #include <set>
 #include <unordered_map>
 
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/config_json.h"
+#include "twell/checkpoint/quantization.h"
 #include "twell/checkpoint/tensor_convert.h"
 
 namespace twell {
@@ -16,8 +19,9 @@ namespace {
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
 
-void require_tensor(const CheckpointTensors& tensors, const ParamSpec& spec,
-                    const ModelConfig& config) {
+void require_tensor(const OpenCheckpoint& opened, const ParamSpec& spec) {
+  const CheckpointTensors& tensors = opened.tensors;
+  const ModelConfig& config = opened.config;
   const TensorInfo* info = tensors.find(spec.name);
   if (info == nullptr) {
     const bool gate = config.gated && spec.name.ends_with("mlp.gate_proj.weight");
@@ -30,13 +34,30 @@ void require_tensor(const CheckpointTensors& tensors, const ParamSpec& spec,
   TWELL_REQUIRE(info->shape == spec.stored_shape(),
                 "{}: tensor {} has shape {}, but config.json asks for {}", tensors.source(),
                 spec.name, show_shape(info->shape), show_shape(spec.stored_shape()));
-  require_float(*info, tensors.source());
+  if (!opened.in_bytes(spec)) return require_float(*info, tensors.source());
+  TWELL_REQUIRE(
+      info->dtype == byte_type_name(*opened.bytes),
+      "{}: tensor {} is {}, but by its quantization_config every projection of a layer is "
+      "{}",
+      tensors.source(), spec.name, info->dtype, byte_type_name(*opened.bytes));
+  const std::string name = scale_name(spec.name);
+  const TensorInfo* scale = tensors.find(name);
+  const std::vector<int64_t> shape = {spec.stored_shape()[0], 1};
+  TWELL_REQUIRE(scale != nullptr, "{}: tensor {} {} is missing", tensors.source(), name,
+                show_shape(shape));
+  TWELL_REQUIRE(scale->shape == shape || scale->shape == std::vector<int64_t>{shape[0]},
+                "{}: tensor {} has shape {}, but there must be one scale per output, {}",
+                tensors.source(), name, show_shape(scale->shape), show_shape(shape));
+  require_float(*scale, tensors.source());
 }
 
-void require_no_extra(const CheckpointTensors& tensors, const std::vector<ParamSpec>& table,
-                      const ModelConfig& config) {
-  std::set<std::string_view> known;
-  for (const ParamSpec& spec : table) known.insert(spec.name);
+void require_no_extra(const OpenCheckpoint& opened) {
+  const auto& [config, table, tensors, bytes] = opened;
+  std::set<std::string, std::less<>> known;
+  for (const ParamSpec& spec : table) {
+    known.insert(spec.name);
+    if (opened.in_bytes(spec)) known.insert(scale_name(spec.name));
+  }
   for (const TensorInfo* info : tensors.all()) {
     TWELL_REQUIRE(known.contains(info->name) || may_be_extra(info->name, config),
                   "{}: tensor {} {} has no place in the model that config.json describes",
@@ -137,13 +158,64 @@ ModelConfig load_config(const fs::path& folder) {
   return parse_config_text(read_file(path), path.string());
 }
 
+std::optional<ByteType> load_weight_bytes(const fs::path& folder) {
+  const fs::path path = folder / kConfigFile;
+  return parse_weight_bytes(read_file(path), path.string());
+}
+
+bool OpenCheckpoint::in_bytes(const ParamSpec& spec) const { return bytes && is_projection(spec); }
+
+StoredBytes stored_bytes(const OpenCheckpoint& opened, const ParamSpec& spec) {
+  const TensorInfo& info = *opened.tensors.find(spec.name);
+  const TensorInfo& scale = *opened.tensors.find(scale_name(spec.name));
+  StoredBytes out{.type = *opened.bytes,
+                  .values = reinterpret_cast<const uint8_t*>(info.bytes.data()),
+                  .scales = std::vector<float>(static_cast<size_t>(info.shape[0])),
+                  .rows = info.shape[0],
+                  .cols = info.shape[1]};
+  read_tensor(scale, {.out = out.scales.data(), .rows = 1, .cols = out.rows}, 0, 1);
+  for (size_t row = 0; row < out.scales.size(); ++row) {
+    TWELL_REQUIRE(std::isfinite(out.scales[row]) && out.scales[row] >= 0.0f,
+                  "{}: tensor {} has the value {} at row {}: a scale must be positive",
+                  opened.tensors.source(), scale.name, out.scales[row], row);
+  }
+  return out;
+}
+
+// e4m3 has one NaN of either sign, int8 none.
+void require_no_nan(const OpenCheckpoint& opened, const StoredBytes& bytes,
+                    const std::string& name) {
+  if (bytes.type != ByteType::kE4M3) return;
+  const std::span<const uint8_t> values(bytes.values, static_cast<size_t>(bytes.rows * bytes.cols));
+  const auto nan = std::ranges::find_if(values, [](uint8_t v) { return (v & 0x7f) == 0x7f; });
+  TWELL_REQUIRE(nan == values.end(),
+                "{}: tensor {} has the value NaN at {}: the weights are damaged",
+                opened.tensors.source(), name, nan - values.begin());
+}
+
+void widen_stored_bytes(Context& ctx, const OpenCheckpoint& opened, const ParamSpec& spec,
+                        float* out) {
+  const StoredBytes bytes = stored_bytes(opened, spec);
+  require_no_nan(opened, bytes, spec.name);
+  const ByteMatrix matrix = bytes.view();
+  const int64_t row_step = spec.transposed ? 1 : spec.cols,
+                col_step = spec.transposed ? spec.cols : 1;
+  ctx.parallel_for(bytes.rows, 64, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* to = out + row * row_step;
+      for (int64_t col = 0; col < bytes.cols; ++col) to[col * col_step] = matrix.at(row, col);
+    }
+  });
+}
+
 OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
   const ModelConfig config = load_config(folder);
-  OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder)};
+  OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder),
+                        load_weight_bytes(folder)};
   // Of two tied tensors some writers keep the head alone.
   if (config.tied_embeddings) opened.tensors.stand_in(kEmbedding, kHead);
-  for (const ParamSpec& spec : opened.table) require_tensor(opened.tensors, spec, config);
-  require_no_extra(opened.tensors, opened.table, config);
+  for (const ParamSpec& spec : opened.table) require_tensor(opened, spec);
+  require_no_extra(opened);
   require_tied_head_equal(opened);
   return opened;
 }
@@ -166,6 +238,7 @@ std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder,
     const auto found = specs.find(&info);
     if (found == specs.end()) return {};
     const ParamSpec& spec = *found->second;
+    if (opened.in_bytes(spec)) return {};
     return {.out = model->flat.data() + spec.offset,
             .rows = spec.rows,
             .cols = spec.cols,
@@ -173,6 +246,11 @@ std::unique_ptr<Model> load_model(Context& ctx, const fs::path& folder,
   };
   for (const auto& [name, file] : opened.tensors.files())
     load_tensors(ctx, file, place_of, options);
+  for (const ParamSpec& spec : model->table) {
+    if (opened.in_bytes(spec)) {
+      widen_stored_bytes(ctx, opened, spec, model->flat.data() + spec.offset);
+    }
+  }
   return model;
 }
 

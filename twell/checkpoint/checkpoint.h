@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "twell/base/dtype.h"
 #include "twell/checkpoint/safetensors.h"
 #include "twell/checkpoint/tensor_load.h"
+#include "twell/format/byte_matrix.h"
 #include "twell/model/weights.h"
 
 namespace twell {
@@ -23,12 +25,14 @@ inline constexpr const char* kConfigFile = "config.json";
 inline constexpr const char* kWeightsFile = "model.safetensors";
 inline constexpr const char* kIndexFile = "model.safetensors.index.json";
 
-// Reads config.json and model.safetensors or its shards (F32, BF16 or F16, converted to f32 on all
-// threads), checking names, shapes, dtypes, sizes, that all values are finite, and the content hash
-// where the file carries one.
+// Reads config.json and model.safetensors or its shards (F32, BF16 or F16, or projections in 8
+// bits, converted to f32 on all threads), checking names, shapes, dtypes, sizes, that all values
+// are finite, and the content hash where the file carries one.
 std::unique_ptr<Model> load_model(Context& ctx, const std::filesystem::path& folder,
                                   const LoadOptions& options = {});
 ModelConfig load_config(const std::filesystem::path& folder);
+// The type in which a folder stores its projections (quantization.h); none: as floats.
+std::optional<ByteType> load_weight_bytes(const std::filesystem::path& folder);
 // Writes config.json and model.safetensors into an existing folder (see write_folder_atomic).
 void save_model(const Model& model, const std::filesystem::path& folder, DType dtype);
 
@@ -56,11 +60,32 @@ class CheckpointTensors {
 struct OpenCheckpoint {
   ModelConfig config;
   std::vector<ParamSpec> table;
-  CheckpointTensors tensors;  // float tensors for every parameter of the table, in its shape
+  // Float tensors for every parameter of the table, in its shape; with `bytes` projections of that
+  // type and their scales.
+  CheckpointTensors tensors;
+  std::optional<ByteType> bytes;
 
+  bool in_bytes(const ParamSpec& spec) const;
   // Whether the model does not need the tensor.
   bool is_extra(const TensorInfo& info) const;
 };
+
+// A projection in 8 bits, in the shape of its file. Its values point into the file; the scales are
+// widened. InputError on a scale that is negative or not finite.
+struct StoredBytes {
+  ByteMatrix view() const { return {type, values, scales.data(), rows, cols}; }
+  ByteType type = ByteType::kE4M3;
+  const uint8_t* values = nullptr;
+  std::vector<float> scales;
+  int64_t rows = 0, cols = 0;
+};
+StoredBytes stored_bytes(const OpenCheckpoint& opened, const ParamSpec& spec);
+// InputError on a value that is NaN. Reads all of them.
+void require_no_nan(const OpenCheckpoint& opened, const StoredBytes& bytes,
+                    const std::string& name);
+// The same in f32, in the shape of the table; refuses NaN.
+void widen_stored_bytes(Context& ctx, const OpenCheckpoint& opened, const ParamSpec& spec,
+                        float* out);
 OpenCheckpoint open_checkpoint(const std::filesystem::path& folder);
 // The same without the hashes, for callers whose load_tensors checks them.
 OpenCheckpoint open_with_hashes_unread(const std::filesystem::path& folder);

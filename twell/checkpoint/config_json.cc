@@ -8,6 +8,7 @@
 #include "twell/base/error.h"
 #include "twell/base/json.h"
 #include "twell/base/json_fields.h"
+#include "twell/checkpoint/quantization.h"
 
 namespace twell {
 namespace {
@@ -208,9 +209,7 @@ void require_published_layout(const JsonFields& fields) {
 // InputError names the first key that is unknown or requests an unsupported feature: an unknown key
 // might change the model.
 void require_known_keys(const JsonFields& fields, const FamilySpec& family) {
-  TWELL_REQUIRE(fields.find("quantization_config") == nullptr,
-                "{}: quantization_config is not supported; use the unquantized checkpoint",
-                fields.where());
+  parse_quantization(fields);  // refuses schemes that are not supported
   if (family.sparse) require_published_layout(fields);
   for (const auto& [key, value] : fields.value().items()) {
     if ((key == "attention_bias" && family.attention_bias) ||
@@ -603,8 +602,14 @@ std::string config_to_text(const ModelConfig& config, DType dtype) {
   return object.dump(2) + "\n";
 }
 
+std::optional<ByteType> parse_weight_bytes(std::string_view text, const std::string& source) {
+  const json object = parse_json(text, source, {.depth = kConfigDepth});
+  return parse_quantization(JsonFields(object, source));
+}
+
 std::string convert_config(const std::string& text, const std::string& source,
-                           CheckpointLayout layout, std::optional<DType> dtype) {
+                           CheckpointLayout layout, std::optional<DType> dtype,
+                           std::optional<ByteType> bytes) {
   const ModelConfig config = parse_config_text(text, source);
   const ordered_json before = parse_ordered_json(text, source, {.depth = kConfigDepth});
   ordered_json object = before;
@@ -612,6 +617,7 @@ std::string convert_config(const std::string& text, const std::string& source,
   if (layout == CheckpointLayout::kSparse && !sparse) to_sparse(object, config, source);
   if (layout == CheckpointLayout::kHuggingFace && sparse) to_hugging_face(object, config);
   if (dtype) set_dtype(object, *dtype);
+  if (bytes) object["quantization_config"] = quantization_to_json(*bytes);
   // The format of Python's json.dumps(indent=2), which transformers uses.
   return object == before ? text : object.dump(2, ' ', /*ensure_ascii=*/true) + "\n";
 }

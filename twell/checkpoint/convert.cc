@@ -2,11 +2,14 @@
 #include "twell/checkpoint/convert.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "twell/base/content_hash.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/quantization.h"
 #include "twell/checkpoint/tensor_convert.h"
 
 namespace twell {
@@ -27,7 +30,20 @@ class Conversion {
   Conversion(const fs::path& in, const ConvertOptions& options)
       : in_(in), options_(options), opened_(open_checkpoint(in)) {
     const fs::path path = in / kConfigFile;
-    config_text_ = convert_config(read_file(path), path.string(), options.layout, options.dtype);
+    TWELL_REQUIRE(!options.weights || !opened_.bytes || *options.weights == *opened_.bytes,
+                  "{}: the weights are in 8 bits already ({}); convert the original to {}",
+                  in.string(), byte_option_name(*opened_.bytes),
+                  byte_option_name(*options.weights));
+    if (options.weights && !opened_.bytes) {
+      for (const ParamSpec& spec : opened_.table) {
+        if (is_projection(spec)) quantised_.insert(spec.name);
+      }
+    }
+    for (const ParamSpec& spec : opened_.table) {
+      if (opened_.in_bytes(spec)) in_bytes_.insert(spec.name);
+    }
+    config_text_ = convert_config(read_file(path), path.string(), options.layout, options.dtype,
+                                  quantised_.empty() ? std::nullopt : options.weights);
     const fs::path index = in / kIndexFile;
     if (opened_.tensors.source() == index.string()) index_text_ = convert_index(read_file(index));
   }
@@ -56,17 +72,27 @@ class Conversion {
     return may_be_extra(info.name, opened_.config) && info.name != "lm_head.weight";
   }
   bool is_converted(const TensorInfo& info) const {
-    return options_.dtype && info.dtype != dtype_name(*options_.dtype) && !opened_.is_extra(info);
+    return options_.dtype && info.dtype != dtype_name(*options_.dtype) && !opened_.is_extra(info) &&
+           !is_quantised(info) && !of_bytes(info);
+  }
+  // To be written in 8 bits.
+  bool is_quantised(const TensorInfo& info) const { return quantised_.contains(info.name); }
+  // Is in 8 bits, or a scale of such a tensor.
+  bool of_bytes(const TensorInfo& info) const {
+    const std::string scale = "_scale";
+    return in_bytes_.contains(info.name) ||
+           (info.name.ends_with(scale) &&
+            in_bytes_.contains(info.name.substr(0, info.name.size() - scale.size())));
   }
   bool changes(const SafetensorsFile& file) const {
     return std::any_of(file.tensors().begin(), file.tensors().end(), [this](const auto& entry) {
-      return is_left_out(entry.second) || is_converted(entry.second);
+      return is_left_out(entry.second) || is_converted(entry.second) || is_quantised(entry.second);
     });
   }
 
   void require_finite(const SafetensorsFile& file) const {
     for (const TensorInfo* info : file.file_order()) {
-      if (opened_.is_extra(*info)) continue;
+      if (opened_.is_extra(*info) || in_bytes_.contains(info->name)) continue;
       const int64_t index = first_non_finite(info->bytes, info->dtype);
       if (index >= 0) refuse_non_finite(*info, index, file.path().string());
       file.release(info->bytes);
@@ -81,12 +107,20 @@ class Conversion {
     }
     const bool changed = std::any_of(opened_.tensors.files().begin(), opened_.tensors.files().end(),
                                      [this](const auto& file) { return changes(file.second); });
-    return rewrite_shard_index(text, left_out, changed ? std::optional(size) : std::nullopt);
+    std::map<std::string, std::string> scales;
+    for (const auto& [name, file] : opened_.tensors.files()) {
+      for (const auto& [tensor, info] : file.tensors()) {
+        if (is_quantised(info)) scales.emplace(scale_name(tensor), name);
+      }
+    }
+    return rewrite_shard_index(text, left_out, changed ? std::optional(size) : std::nullopt,
+                               scales);
   }
   int64_t stored_bytes(const TensorInfo& info) const {
-    if (!is_converted(info)) return std::ssize(info.bytes);
     int64_t values = 1;
     for (const int64_t size : info.shape) values *= size;
+    if (is_quantised(info)) return values + info.shape[0] * int64_t{sizeof(float)};
+    if (!is_converted(info)) return std::ssize(info.bytes);
     return values * static_cast<int64_t>(dtype_size(*options_.dtype));
   }
 
@@ -115,6 +149,10 @@ class Conversion {
         result_.notes.push_back(fmt::format("left out: tensor {}", info->name));
         continue;
       }
+      if (is_quantised(*info)) {
+        add_quantised(*info, file, list);
+        continue;
+      }
       const bool converted = is_converted(*info);
       list.push_back(
           {info->name, converted ? std::string(dtype_name(*options_.dtype)) : info->dtype,
@@ -128,6 +166,25 @@ class Conversion {
     metadata.erase(std::string(kContentHashKey));  // it belongs to the old content
     write_safetensors(path, list, metadata);
     count(fs::file_size(path));
+  }
+
+  void add_quantised(const TensorInfo& info, const SafetensorsFile& file,
+                     std::vector<TensorToWrite>& list) const {
+    const ByteType type = *options_.weights;
+    list.push_back({info.name, std::string(byte_type_name(type)), info.shape,
+                    [this, &info, &file, type](const ByteSink& sink) {
+                      if (options_.on_piece) options_.on_piece();
+                      write_bytes(info, type, sink);
+                      file.release(info.bytes);
+                    }});
+    list.push_back({scale_name(info.name),
+                    "F32",
+                    {info.shape[0], 1},
+                    [this, &info, &file, type](const ByteSink& sink) {
+                      if (options_.on_piece) options_.on_piece();
+                      write_byte_scales(info, type, sink);
+                      file.release(info.bytes);
+                    }});
   }
 
   // Copies the files next to the weights: tokenizer, templates, generation settings, licences.
@@ -153,6 +210,7 @@ class Conversion {
   fs::path in_;
   const ConvertOptions& options_;
   OpenCheckpoint opened_;
+  std::set<std::string, std::less<>> quantised_, in_bytes_;  // names of tensors to be, and that are
   std::string config_text_, index_text_;
   ConvertResult result_;
 };

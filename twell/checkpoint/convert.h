@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Converts a checkpoint folder to another layout (Hugging Face's or that of the published sparse
-// models) or its weights to another dtype. Everything else is copied byte for byte, so that
-// converting there and back restores the files. Files are mapped and copied in pieces, so that
-// memory use does not grow with the model.
+// models), or its weights to another dtype or to 8 bits. Everything else is copied byte for byte,
+// so that converting there and back restores the files. Files are mapped and copied in pieces, so
+// that memory use does not grow with the model.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,10 @@ CheckpointLayout parse_checkpoint_layout(std::string_view name);  // "keep", "hf
 
 struct ConvertOptions {
   CheckpointLayout layout = CheckpointLayout::kKeep;
-  std::optional<DType> dtype;     // of the weights; none: unchanged
+  std::optional<DType> dtype;  // of the weights; none: unchanged
+  // Projections of layers in 8 bits, with a scale per output (quantization.h), made of their values
+  // in bf16; none: unchanged.
+  std::optional<ByteType> weights = {};
   bool allow_non_finite = false;  // copy weights that are infinite or NaN
   // Called before every piece is written. An exception from it ends the conversion and leaves
   // nothing of `out`.

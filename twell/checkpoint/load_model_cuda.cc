@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/checkpoint/load_model_cuda.h"
 
+#include <algorithm>
+
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/quantization.h"
 #include "twell/checkpoint/tensor_convert.h"
 #include "twell/model/tensor_upload.h"
 
@@ -13,23 +16,89 @@ DType stored_dtype(const std::string& dtype) {
   return dtype == "F16" ? DType::kF16 : DType::kBF16;
 }
 
+// A matrix of the largest projection in bf16, on its way to or from 8 bits.
+int64_t largest_projection(const std::vector<ParamSpec>& table) {
+  int64_t largest = 0;
+  for (const ParamSpec& spec : table) {
+    if (is_projection(spec)) largest = std::max(largest, spec.size());
+  }
+  return largest;
+}
+
+int64_t largest_outputs(const std::vector<ParamSpec>& table) {
+  int64_t largest = 0;
+  for (const ParamSpec& spec : table) largest = std::max({largest, spec.rows, spec.cols});
+  return largest;
+}
+
+void copy_async(CudaContext& ctx, const void* from, size_t bytes, void* to) {
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, ctx.stream()));
+}
+
 }  // namespace
+
+bool loads_in_bytes(const std::filesystem::path& folder, const LoadOptions& options) {
+  TWELL_REQUIRE(options.weights != ByteType::kInt8,
+                "int8 weights run on the CPU; use --weights fp8 on a GPU");
+  const std::optional<ByteType> stored = load_weight_bytes(folder);
+  if (options.weights) {
+    TWELL_REQUIRE(stored != ByteType::kInt8, "{}: the weights are in int8; convert the original",
+                  folder.string());
+    const std::string why = cuda_bytes_unsupported(load_config(folder));
+    TWELL_REQUIRE(why.empty(), "{}", why);
+    return true;
+  }
+  return stored == ByteType::kE4M3 && cuda_bytes_unsupported(load_config(folder)).empty();
+}
 
 std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesystem::path& folder,
                                            int64_t other_bytes, const LoadOptions& options) {
+  const bool in_bytes = loads_in_bytes(folder, options);
   const OpenCheckpoint opened = open_checkpoint(folder);
-  auto model = std::make_unique<ModelCuda>(opened.config, other_bytes);
+  auto model = std::make_unique<ModelCuda>(opened.config, other_bytes, in_bytes);
   TensorUploader uploader(ctx);
+  const bool through_wide = in_bytes != opened.bytes.has_value();
+  const DeviceBuffer<__nv_bfloat16> wide(through_wide ? largest_projection(opened.table) : 0);
+  const DeviceBuffer<uint8_t> bytes(through_wide && !in_bytes ? wide.size() : 0);
+  const DeviceBuffer<float> scales(through_wide && !in_bytes ? largest_outputs(opened.table) : 0);
   for (const ParamSpec& spec : opened.table) {
     const TensorInfo& info = *opened.tensors.find(spec.name);
-    const int64_t rows = spec.transposed ? spec.cols : spec.rows;
+    const int64_t rows = spec.transposed ? spec.cols : spec.rows, cols = spec.size() / rows;
+    if (opened.in_bytes(spec)) {
+      const StoredBytes stored = stored_bytes(opened, spec);
+      require_no_nan(opened, stored, spec.name);
+      const ModelCuda::BytePlace to =
+          in_bytes ? model->byte_place_of(spec) : ModelCuda::BytePlace{bytes.data(), scales.data()};
+      copy_async(ctx, stored.values, info.bytes.size(), to.values);
+      copy_async(ctx, stored.scales.data(), stored.scales.size() * sizeof(float), to.scales);
+      if (!in_bytes) {
+        TWELL_CUDA_CHECK(launch_widen_rows({.type = stored.type,
+                                            .rows = rows,
+                                            .cols = cols,
+                                            .x = {to.values, to.scales},
+                                            .transposed = spec.transposed,
+                                            .out = model->place_of(spec)},
+                                           ctx.stream()));
+      }
+      TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));  // `stored` ends here
+      continue;
+    }
     const auto check = [&](std::span<const std::byte> part) {
       if (options.allow_non_finite || first_non_finite(part, info.dtype) < 0) return;
       refuse_non_finite(info, first_non_finite(info.bytes, info.dtype), opened.tensors.source());
     };
-    uploader.copy(info.bytes, stored_dtype(info.dtype), rows, spec.size() / rows, spec.transposed,
+    if (in_bytes && is_projection(spec)) {
+      uploader.copy(info.bytes, stored_dtype(info.dtype), rows, cols, false, wide.data(), check);
+      const ModelCuda::BytePlace to = model->byte_place_of(spec);
+      TWELL_CUDA_CHECK(launch_quantise_rows(
+          {.rows = rows, .cols = cols, .x = wide.data(), .values = to.values, .scales = to.scales},
+          ctx.stream()));
+      continue;
+    }
+    uploader.copy(info.bytes, stored_dtype(info.dtype), rows, cols, spec.transposed,
                   model->place_of(spec), check);
   }
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));  // the buffers end here
   return model;
 }
 

@@ -6,6 +6,7 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_folder.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/convert.h"
 #include "twell/model/cuda_test_model.h"
 
 namespace twell {
@@ -34,6 +35,43 @@ TEST(LoadModelCuda, EqualsUploadOfTheHostModel) {
             << "gated " << gated << ", tied " << tied << ", " << dtype_name(dtype);
       }
     }
+  }
+}
+
+// Quantised at load, quantised on the device, and read from a converted file: the same bits.
+TEST(LoadModelCuda, InBytesEqualsTheConvertedCheckpoint) {
+  TWELL_HOPPER_TEST();
+  Context cpu(2);
+  for (const bool gated : {true, false}) {
+    ModelConfig config = preset_config("tiny", gated);
+    config.vocab_size = 331;
+    config.width = 64;
+    config.ffn = 192;
+    config.heads = config.kv_heads = 4;
+    config.head_dim = 16;
+    config.layers = 2;
+    const auto model = rounded_model(cpu, config);
+    const ModelCuda wide(ctx, *model);
+    const std::string want = ModelCuda::in_bytes(ctx, wide)->weights_hash(ctx);
+    const TempFolder folder;
+    std::filesystem::create_directory(folder.path() / "f32");
+    save_model(*model, folder.path() / "f32", DType::kF32);
+    convert_checkpoint(folder.path() / "f32", folder.path() / "fp8", {.weights = ByteType::kE4M3});
+    convert_checkpoint(folder.path() / "f32", folder.path() / "int8", {.weights = ByteType::kInt8});
+    EXPECT_EQ(load_model_cuda(ctx, folder.path() / "f32", 0, {.weights = ByteType::kE4M3})
+                  ->weights_hash(ctx),
+              want);
+    const auto read = load_model_cuda(ctx, folder.path() / "fp8");
+    EXPECT_TRUE(read->in_bytes());
+    EXPECT_EQ(read->weights_hash(ctx), want);
+    EXPECT_EQ(read->bytes(), ModelCuda::bytes_needed(config, true));
+    // Of int8 weights the GPU takes the values in bf16.
+    const auto widened = load_model_cuda(ctx, folder.path() / "int8");
+    EXPECT_FALSE(widened->in_bytes());
+    EXPECT_EQ(widened->weights_hash(ctx),
+              ModelCuda(ctx, *load_model(cpu, folder.path() / "int8")).weights_hash(ctx));
+    EXPECT_THROW(load_model_cuda(ctx, folder.path() / "f32", 0, {.weights = ByteType::kInt8}),
+                 InputError);
   }
 }
 

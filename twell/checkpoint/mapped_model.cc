@@ -32,7 +32,8 @@ class MappedModel : public ModelView {
     std::vector<WeightMatrix> views;
     for (const ParamSpec& spec : opened_.table) {
       const TensorInfo& info = *opened_.tensors.find(spec.name);
-      views.push_back(place(spec, info, places[&info]));
+      views.push_back(opened_.in_bytes(spec) ? place_bytes(spec)
+                                             : place(spec, info, places[&info]));
     }
     const auto place_of = [&](const TensorInfo& info) {
       const auto found = places.find(&info);
@@ -40,6 +41,13 @@ class MappedModel : public ModelView {
     };
     for (const auto& [name, file] : opened_.tensors.files()) {
       load_tensors(ctx, file, place_of, options);
+    }
+    for (size_t i = 0; i < views.size(); ++i) {
+      const ParamSpec& spec = opened_.table[i];
+      if (!opened_.in_bytes(spec)) continue;
+      // What views point to is this object's.
+      auto* const to = const_cast<float*>(reinterpret_cast<const float*>(views[i].data));
+      widen_stored_bytes(ctx, opened_, spec, to);
     }
     ModelView::operator=({opened_.config, std::move(views)});
   }
@@ -54,11 +62,24 @@ class MappedModel : public ModelView {
     return (spec.size() * value_bytes(info) + kUnit - 1) / kUnit * kUnit;
   }
 
+  static int64_t wide_bytes(const ParamSpec& spec) {
+    constexpr auto kUnit = static_cast<int64_t>(kAlignment);
+    return (spec.size() * int64_t{sizeof(float)} + kUnit - 1) / kUnit * kUnit;
+  }
+  // Weights in 8 bits are widened to f32.
+  WeightMatrix place_bytes(const ParamSpec& spec) {
+    const std::byte* const at = copies_.data() + copies_used_;
+    copies_used_ += wide_bytes(spec);
+    return {at, DType::kF32, spec.rows, spec.cols};
+  }
+
   void reserve() {
     int64_t vectors = 0, copies = 0;
     for (const ParamSpec& spec : opened_.table) {
       const TensorInfo& info = *opened_.tensors.find(spec.name);
-      if (spec.is_vector) {
+      if (opened_.in_bytes(spec)) {
+        copies += wide_bytes(spec);
+      } else if (spec.is_vector) {
         vectors += spec.size();
       } else if (is_copied(spec, info)) {
         copies += copy_bytes(spec, info);

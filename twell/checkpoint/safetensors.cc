@@ -281,12 +281,18 @@ std::map<std::string, std::string> parse_shard_index(std::string_view text,
 }
 
 std::string rewrite_shard_index(const std::string& text, std::span<const std::string> removed,
-                                std::optional<int64_t> total_size) {
+                                std::optional<int64_t> total_size,
+                                const std::map<std::string, std::string>& added) {
   nlohmann::ordered_json index = parse_ordered_json(text, "the index", {.depth = kIndexDepth});
   const nlohmann::ordered_json before = index;
   if (!removed.empty()) {
     const std::set<std::string_view> names(removed.begin(), removed.end());
     erase_keys(index["weight_map"], [&](const std::string& name) { return names.contains(name); });
+  }
+  // Appended without a search for each: an ordered object is a list.
+  if (!added.empty()) {
+    auto& entries = index["weight_map"].get_ref<nlohmann::ordered_json::object_t&>();
+    for (const auto& [name, file] : added) entries.emplace_back(name, file);
   }
   if (total_size) {
     if (!index["metadata"].is_object()) index["metadata"] = nlohmann::ordered_json::object();

@@ -80,9 +80,10 @@ void write_safetensors(const std::filesystem::path& path, std::span<const Tensor
 // that refers to a file outside the folder.
 std::map<std::string, std::string> parse_shard_index(std::string_view text,
                                                      const std::string& source);
-// The index without the removed tensors and with a new total size in bytes; an unchanged index
-// keeps its text.
+// The index without the removed tensors, with the files of added ones, and with a new total size in
+// bytes; an unchanged index keeps its text.
 std::string rewrite_shard_index(const std::string& text, std::span<const std::string> removed,
-                                std::optional<int64_t> total_size);
+                                std::optional<int64_t> total_size,
+                                const std::map<std::string, std::string>& added = {});
 
 }  // namespace twell

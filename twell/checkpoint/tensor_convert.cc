@@ -227,6 +227,38 @@ void write_converted(const TensorInfo& info, DType dtype, const ByteSink& sink) 
   }
 }
 
+namespace {
+
+// Calls use(values, scale) for each row of a stored matrix.
+template <typename Use>
+void for_each_byte_row(const TensorInfo& info, ByteType type, const Use& use) {
+  TWELL_CHECK(info.shape.size() == 2, "tensor {} is no matrix", info.name);
+  const int64_t rows = info.shape[0], cols = info.shape[1];
+  const DType stored = float_dtype(info.dtype);
+  std::vector<float> row(static_cast<size_t>(cols));
+  std::vector<uint8_t> bytes(row.size());
+  for (int64_t r = 0; r < rows; ++r) {
+    to_floats(info, stored, r * cols, cols, row.data());
+    for (float& value : row) value = to_float(to_bf16(value));
+    use(bytes, quantise_row(type, row, bytes));
+  }
+}
+
+}  // namespace
+
+void write_bytes(const TensorInfo& info, ByteType type, const ByteSink& sink) {
+  for_each_byte_row(info, type, [&](const std::vector<uint8_t>& bytes, float) {
+    sink(std::as_bytes(std::span(bytes)));
+  });
+}
+
+void write_byte_scales(const TensorInfo& info, ByteType type, const ByteSink& sink) {
+  std::vector<float> scales;
+  for_each_byte_row(info, type,
+                    [&](const std::vector<uint8_t>&, float scale) { scales.push_back(scale); });
+  sink(std::as_bytes(std::span<const float>(scales)));
+}
+
 void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink) {
   Encoder encoder(dtype, sink);
   const std::span<const float> all(values.data, static_cast<size_t>(values.rows * values.cols));

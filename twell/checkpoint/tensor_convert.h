@@ -11,6 +11,7 @@
 #include "twell/base/dtype.h"
 #include "twell/base/matrix.h"
 #include "twell/checkpoint/safetensors.h"
+#include "twell/format/byte_matrix.h"
 
 namespace twell {
 
@@ -49,5 +50,9 @@ void write_rows(ConstMatrixF values, DType dtype, const ByteSink& sink);
 void write_transposed(ConstMatrixF values, DType dtype, const ByteSink& sink);
 // Streams the values of a stored tensor, in its order, in another dtype.
 void write_converted(const TensorInfo& info, DType dtype, const ByteSink& sink);
+// Streams the values of a stored matrix, rounded to bf16 first, in 8 bits, or the scales of its
+// rows in f32 (format/byte_matrix.h).
+void write_bytes(const TensorInfo& info, ByteType type, const ByteSink& sink);
+void write_byte_scales(const TensorInfo& info, ByteType type, const ByteSink& sink);
 
 }  // namespace twell

@@ -6,15 +6,20 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 
 #include "twell/base/context.h"
 #include "twell/checkpoint/safetensors.h"
 #include "twell/checkpoint/tensor_convert.h"
+#include "twell/format/byte_matrix.h"
 
 namespace twell {
 
 struct LoadOptions {
   bool allow_non_finite = false;  // accept NaN and infinity
+  // Projections of layers in 8 bits, also of a checkpoint that stores them as floats; none: as
+  // stored.
+  std::optional<ByteType> weights = {};
 };
 
 // Reads each tensor of a float dtype to the place that place_of returns.

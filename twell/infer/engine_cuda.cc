@@ -10,10 +10,19 @@
 namespace twell {
 namespace {
 
-int64_t planned_bytes(const CudaContext& ctx, const ModelConfig& config, const EnginePlan& plan) {
+int64_t planned_bytes(const CudaContext& ctx, const ModelConfig& config, const EnginePlan& plan,
+                      bool in_bytes) {
   int64_t bytes = 0;
-  if (plan.session) bytes += SessionCuda::bytes_needed(ctx, config, *plan.session);
-  if (plan.scorer) bytes += ScorerCuda::bytes_needed(ctx, config, *plan.scorer);
+  if (plan.session) {
+    SessionOptions session = *plan.session;
+    session.weights_in_bytes = in_bytes;
+    bytes += SessionCuda::bytes_needed(ctx, config, session);
+  }
+  if (plan.scorer) {
+    ScorerPlan scorer = *plan.scorer;
+    scorer.weights_in_bytes = in_bytes;
+    bytes += ScorerCuda::bytes_needed(ctx, config, scorer);
+  }
   return bytes;
 }
 
@@ -22,20 +31,25 @@ int64_t planned_bytes(const CudaContext& ctx, const ModelConfig& config, const E
 EngineCuda::EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan,
                        const LoadOptions& load)
     : ctx_(stream_.get()),
-      model_(load_model_cuda(ctx_, checkpoint, planned_bytes(ctx_, load_config(checkpoint), plan),
-                             load)),
+      model_(load_model_cuda(
+          ctx_, checkpoint,
+          planned_bytes(ctx_, load_config(checkpoint), plan, loads_in_bytes(checkpoint, load)),
+          load)),
       scorer_bytes_(plan.scorer ? ScorerCuda::bytes_needed(ctx_, model_->config(), *plan.scorer)
                                 : 0) {}
 
-std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& plan) {
+std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& plan,
+                                   bool in_bytes) {
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
   const CudaStream stream;
   const CudaContext ctx(stream.get());
-  return cuda_model_too_large(config, planned_bytes(ctx, config, plan));
+  return cuda_model_too_large(config, planned_bytes(ctx, config, plan, in_bytes), in_bytes);
 }
 
 std::unique_ptr<Session> EngineCuda::session(const SessionOptions& options) {
-  return std::make_unique<SessionCuda>(ctx_, *model_, options, scorer_bytes_);
+  SessionOptions of_model = options;
+  of_model.weights_in_bytes = model_->in_bytes();
+  return std::make_unique<SessionCuda>(ctx_, *model_, of_model, scorer_bytes_);
 }
 
 std::unique_ptr<Scorer> EngineCuda::scorer(FfnPolicy policy) {

@@ -13,8 +13,10 @@ class EngineCuda : public Engine {
   // too little memory for the model and the plan; the message gives the numbers.
   EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan& plan,
              const LoadOptions& load = {});
-  // The reason why the current device cannot run this; empty when it can.
-  static std::string cannot_run(const ModelConfig& config, const EnginePlan& plan);
+  // The reason why the current device cannot run this, with projections in e4m3 or not; empty when
+  // it can.
+  static std::string cannot_run(const ModelConfig& config, const EnginePlan& plan,
+                                bool in_bytes = false);
 
   const ModelConfig& config() const override { return model_->config(); }
   std::string device() const override { return ctx_.device_name(); }

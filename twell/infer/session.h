@@ -30,6 +30,8 @@ struct SessionOptions {
   // Memory for keys and values; 0: what all slots need at full capacity, on the GPU at most what is
   // free. With less, sequences share it, and capacity is at most what one of them can have alone.
   int64_t cache_bytes = 0;
+  // Plans memory for projections in e4m3, which an engine on a GPU sets as its model is.
+  bool weights_in_bytes = false;
   KvFormat cache;  // on the GPU in blocks of kKvBlock tokens, in bf16 in place of f32
 };
 

@@ -60,7 +60,8 @@ ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionO
           .max_sequences = cache.slots,
           .max_length = cache.capacity,
           .ffn = options.ffn,
-          .eight_bit_cache = options.cache.eight_bits};
+          .eight_bit_cache = options.cache.eight_bits,
+          .weights_in_bytes = options.weights_in_bytes};
 }
 
 int64_t SessionCuda::other_bytes(const CudaContext& ctx, const ModelConfig& config,

@@ -27,6 +27,13 @@ std::string memory_short(int64_t bytes, const std::string& what) {
       gib(bytes), gib(free_bytes), gib(static_cast<int64_t>(total)));
 }
 
+constexpr int64_t kByteMultiple = 16;  // of rows in 8 bits: TMA's and cuBLASLt's alignment
+
+bool is_layer_matrix(const ParamSpec& spec) {
+  return !spec.is_vector && spec.name.starts_with("model.layers.");
+}
+int64_t outputs_of(const ParamSpec& spec) { return spec.transposed ? spec.cols : spec.rows; }
+
 }  // namespace
 
 std::string cuda_model_unsupported(const ModelConfig& config) {
@@ -40,8 +47,8 @@ std::string cuda_model_unsupported(const ModelConfig& config) {
   return {};
 }
 
-std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes) {
-  const int64_t weights = config.parameter_count() * int64_t{sizeof(BF16)};
+std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes, bool in_bytes) {
+  const int64_t weights = ModelCuda::bytes_needed(config, in_bytes);
   return memory_short(weights + other_bytes,
                       other_bytes == 0
                           ? "the model's weights"
@@ -55,13 +62,49 @@ void require_device_memory(int64_t bytes, const std::string& what) {
   TWELL_REQUIRE(why.empty(), "{}", why);
 }
 
-ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes)
+std::string cuda_bytes_unsupported(const ModelConfig& config) {
+  int device = 0, major = 0, minor = 0;
+  TWELL_CUDA_CHECK(cudaGetDevice(&device));
+  TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  if (major != 9 || minor != 0) {
+    return fmt::format("fp8 weights need a GPU of compute capability 9.0, this one has {}.{}",
+                       major, minor);
+  }
+  for (const auto& [name, size] :
+       {std::pair{"hidden_size", config.width}, std::pair{"intermediate_size", config.ffn},
+        std::pair{"the width of all heads", config.q_width()}}) {
+    if (size % kByteMultiple != 0) {
+      return fmt::format("fp8 weights need sizes that are multiples of {}; {} is {}", kByteMultiple,
+                         name, size);
+    }
+  }
+  if (config.mlp_bias) return "fp8 weights do not go with biases of feed-forward layers";
+  return {};
+}
+
+int64_t ModelCuda::bytes_needed(const ModelConfig& config, bool in_bytes) {
+  int64_t bytes = 0;
+  for (const ParamSpec& spec : parameter_table(config)) {
+    bytes += in_bytes && is_layer_matrix(spec)
+                 ? spec.size() + outputs_of(spec) * int64_t{sizeof(float)}
+                 : spec.size() * int64_t{sizeof(BF16)};
+  }
+  return bytes;
+}
+
+ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes, bool in_bytes)
     : config_(config), padded_(config) {
   config_.validate();
   padded_.ffn = round_up(config.ffn, int64_t{8});
   std::string why = cuda_model_unsupported(config_);
-  if (why.empty()) why = cuda_model_too_large(config_, other_bytes);
+  if (why.empty() && in_bytes) why = cuda_bytes_unsupported(config_);
+  if (why.empty()) why = cuda_model_too_large(config_, other_bytes, in_bytes);
   TWELL_REQUIRE(why.empty(), "{}", why);
+  if (in_bytes) {
+    place_bytes();
+    return;
+  }
   flat_ = DeviceBuffer<BF16>(padded_.parameter_count());
   if (padded_.ffn != config_.ffn) {
     TWELL_CUDA_CHECK(cudaMemset(flat_.data(), 0, static_cast<size_t>(flat_.bytes())));
@@ -69,6 +112,89 @@ ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes)
   }
   weights_ = model_matrices<const BF16>(padded_, flat_.data());
   for (const ParamSpec& spec : parameter_table(padded_)) offsets_.emplace(spec.name, spec.offset);
+}
+
+// Floats lie one behind the other in flat_, as in parameter_table without the projections.
+void ModelCuda::place_bytes() {
+  int64_t floats = 0, values = 0, scales = 0;
+  const std::vector<ParamSpec> table = parameter_table(padded_);
+  for (const ParamSpec& spec : table) {
+    if (is_layer_matrix(spec)) {
+      byte_offsets_.emplace(spec.name, std::pair{values, scales});
+      values += spec.size();
+      scales += outputs_of(spec);
+    } else {
+      offsets_.emplace(spec.name, floats);
+      floats += spec.size();
+    }
+  }
+  flat_ = DeviceBuffer<BF16>(floats);
+  values_ = DeviceBuffer<uint8_t>(values);
+  scales_ = DeviceBuffer<float>(scales);
+  const auto vector = [&](const std::string& name) -> const BF16* {
+    const auto found = offsets_.find(name);
+    return found == offsets_.end() ? nullptr : flat_.data() + found->second;
+  };
+  const auto bytes = [&](const std::string& name) -> ByteRowsCuda {
+    const auto found = byte_offsets_.find(name);
+    if (found == byte_offsets_.end()) return {};
+    return {values_.data() + found->second.first, scales_.data() + found->second.second};
+  };
+  weights_.embedding = {vector("model.embed_tokens.weight"), padded_.vocab_size, padded_.width};
+  weights_.head = weights_.embedding;
+  if (!padded_.tied_embeddings) weights_.head.data = vector("lm_head.weight");
+  weights_.final_norm = vector("model.norm.weight");
+  for (int64_t i = 0; i < padded_.layers; ++i) {
+    const auto name = [i](const char* part) { return fmt::format("model.layers.{}.{}", i, part); };
+    LayerMatrices<const BF16>& layer = weights_.layers.emplace_back();
+    layer.attention_norm = vector(name("input_layernorm.weight"));
+    layer.b_qkv = vector(name("self_attn.q_proj.bias"));
+    layer.q_norm = vector(name("self_attn.q_norm.weight"));
+    layer.k_norm = vector(name("self_attn.k_norm.weight"));
+    layer.b_o = vector(name("self_attn.o_proj.bias"));
+    layer.ffn_norm = vector(name("post_attention_layernorm.weight"));
+    layer.ffn.activation = {padded_.activation};
+    // The projections of q, k and v are neighbours in the table.
+    layer_bytes_.push_back({.qkv = bytes(name("self_attn.q_proj.weight")),
+                            .o = bytes(name("self_attn.o_proj.weight")),
+                            .gate = bytes(name("mlp.gate_proj.weight")),
+                            .up = bytes(name("mlp.up_proj.weight")),
+                            .down = bytes(name("mlp.down_proj.weight"))});
+  }
+}
+
+ModelCuda::BytePlace ModelCuda::byte_place_of(const ParamSpec& spec) {
+  const auto [values, scales] = byte_offsets_.at(spec.name);
+  return {values_.data() + values, scales_.data() + scales};
+}
+
+std::unique_ptr<ModelCuda> ModelCuda::in_bytes(CudaContext& ctx, const ModelCuda& model) {
+  auto out = std::make_unique<ModelCuda>(model.config(), 0, /*in_bytes=*/true);
+  DeviceBuffer<__nv_bfloat16> transposed(model.padded_.ffn * model.padded_.width);
+  for (const ParamSpec& spec : parameter_table(model.padded_)) {
+    const auto* from =
+        reinterpret_cast<const __nv_bfloat16*>(model.flat_.data() + model.offsets_.at(spec.name));
+    if (!is_layer_matrix(spec)) {
+      TWELL_CUDA_CHECK(cudaMemcpyAsync(out->place_of(spec), from,
+                                       static_cast<size_t>(spec.size()) * sizeof(BF16),
+                                       cudaMemcpyDeviceToDevice, ctx.stream()));
+      continue;
+    }
+    if (spec.transposed) {
+      TWELL_CUDA_CHECK(
+          launch_transpose(from, spec.rows, spec.cols, transposed.data(), ctx.stream()));
+      from = transposed.data();
+    }
+    const BytePlace to = out->byte_place_of(spec);
+    TWELL_CUDA_CHECK(launch_quantise_rows({.rows = outputs_of(spec),
+                                           .cols = spec.size() / outputs_of(spec),
+                                           .x = from,
+                                           .values = to.values,
+                                           .scales = to.scales},
+                                          ctx.stream()));
+  }
+  TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+  return out;
 }
 
 ModelCuda::ModelCuda(CudaContext& ctx, const Model& model) : ModelCuda(model.config, 0) {
@@ -85,16 +211,21 @@ __nv_bfloat16* ModelCuda::place_of(const ParamSpec& spec) {
 }
 
 std::string ModelCuda::weights_hash(CudaContext& ctx) const {
-  constexpr int64_t kPiece = int64_t{8} << 20;
-  std::vector<BF16> piece(static_cast<size_t>(std::min(kPiece, flat_.size())));
+  constexpr int64_t kPiece = int64_t{16} << 20;
   ContentHash hash;
-  for (int64_t begin = 0; begin < flat_.size(); begin += kPiece) {
-    const auto count = static_cast<size_t>(std::min(kPiece, flat_.size() - begin));
-    TWELL_CUDA_CHECK(cudaMemcpyAsync(piece.data(), flat_.data() + begin, count * sizeof(BF16),
-                                     cudaMemcpyDeviceToHost, ctx.stream()));
-    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-    hash.add_bytes(std::as_bytes(std::span<const BF16>(piece.data(), count)));
-  }
+  std::vector<std::byte> piece;
+  const auto add = [&](const void* from, int64_t bytes) {
+    for (int64_t begin = 0; begin < bytes; begin += kPiece) {
+      piece.resize(static_cast<size_t>(std::min(kPiece, bytes - begin)));
+      TWELL_CUDA_CHECK(cudaMemcpyAsync(piece.data(), static_cast<const std::byte*>(from) + begin,
+                                       piece.size(), cudaMemcpyDeviceToHost, ctx.stream()));
+      TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+      hash.add_bytes(piece);
+    }
+  };
+  add(flat_.data(), flat_.bytes());
+  add(values_.data(), values_.bytes());
+  add(scales_.data(), scales_.bytes());
   return hash.digest();
 }
 

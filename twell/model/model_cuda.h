@@ -6,44 +6,83 @@
 
 #include <cuda_bf16.h>
 
+#include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "twell/base/cuda.h"
+#include "twell/format/byte_matrix_cuda.h"
 #include "twell/model/weights.h"
 
 namespace twell {
+
+// The projections of a layer in e4m3, a scale per output, in the shapes of a checkpoint.
+struct LayerBytesCuda {
+  ByteRowsCuda qkv;   // [(H + 2 H_kv) * hd, D]
+  ByteRowsCuda o;     // [D, H * hd]
+  ByteRowsCuda gate;  // [F, D], empty when the layer is not gated
+  ByteRowsCuda up;    // [F, D]
+  ByteRowsCuda down;  // [D, F]
+};
 
 class ModelCuda {
  public:
   // Leaves the weights uninitialised, except those of padding, which are 0. InputError, before
   // anything is allocated, on a model that the GPU code does not support or that does not fit into
   // free memory together with `other_bytes`; the message gives the numbers.
-  ModelCuda(const ModelConfig& config, int64_t other_bytes);
+  // in_bytes: the projections are in e4m3 (layer_bytes), and weights() has no views of them.
+  ModelCuda(const ModelConfig& config, int64_t other_bytes, bool in_bytes = false);
   // Copies the host model's weights, rounded to bf16. Waits for the stream.
   ModelCuda(CudaContext& ctx, const Model& model);
+  // Quantises the projections of a model in bf16, whose other weights are copied. Waits for the
+  // stream.
+  static std::unique_ptr<ModelCuda> in_bytes(CudaContext& ctx, const ModelCuda& model);
 
   const ModelConfig& config() const { return config_; }
   const ModelConfig& padded_config() const { return padded_; }  // with the FFN size of weights()
   // Pointers to device memory, the bf16 values as BF16.
   const ModelMatrices<const BF16>& weights() const { return weights_; }
-  int64_t bytes() const { return flat_.bytes(); }
+  bool in_bytes() const { return !layer_bytes_.empty(); }
+  const LayerBytesCuda& layer_bytes(int64_t layer) const {
+    return layer_bytes_[static_cast<size_t>(layer)];
+  }
+  int64_t bytes() const { return flat_.bytes() + values_.bytes() + scales_.bytes(); }
+  // What bytes() will be.
+  static int64_t bytes_needed(const ModelConfig& config, bool in_bytes);
   // Device memory of a parameter of parameter_table(config()): its values, then the padding's.
   __nv_bfloat16* place_of(const ParamSpec& spec);
-  // Content hash of the weights in bf16. Waits for the stream.
+  // The same of a projection in e4m3: [outputs, inputs] values and [outputs] scales.
+  struct BytePlace {
+    uint8_t* values;
+    float* scales;
+  };
+  BytePlace byte_place_of(const ParamSpec& spec);
+  // Content hash of the weights. Waits for the stream.
   std::string weights_hash(CudaContext& ctx) const;
 
  private:
+  void place_bytes();
+
   ModelConfig config_, padded_;
   std::unordered_map<std::string, int64_t> offsets_;  // in flat_, by parameter name
   DeviceBuffer<BF16> flat_;
+  DeviceBuffer<uint8_t> values_;  // of projections in e4m3
+  DeviceBuffer<float> scales_;
+  std::unordered_map<std::string, std::pair<int64_t, int64_t>> byte_offsets_;  // in both
+  std::vector<LayerBytesCuda> layer_bytes_;                                    // [L], or none
   ModelMatrices<const BF16> weights_;
 };
 
 // The reason why the GPU code does not support this model; empty when it does.
 std::string cuda_model_unsupported(const ModelConfig& config);
 // The reason why weights and `other_bytes` do not fit into free memory; empty when they do.
-std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes);
+std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes,
+                                 bool in_bytes = false);
+// The reason why a model's projections cannot be in e4m3 on the current device; empty when they
+// can.
+std::string cuda_bytes_unsupported(const ModelConfig& config);
 
 // InputError with the numbers when less than `bytes` of device memory is free.
 void require_device_memory(int64_t bytes, const std::string& what);

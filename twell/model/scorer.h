@@ -21,6 +21,7 @@ struct ScorerPlan {
   int64_t length = 0;        // of a sequence with its past
   int64_t cache_tokens = 0;  // slots * capacity of the cache; 0: no cache
   FfnPolicy ffn = FfnPolicy::kAuto;
+  bool weights_in_bytes = false;  // projections in e4m3, on a GPU
 };
 
 struct ScoreBatch {

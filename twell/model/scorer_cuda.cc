@@ -113,7 +113,8 @@ int64_t ScorerCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& conf
   const ForwardPlanCuda forward{.max_tokens = plan.tokens,
                                 .max_sequences = plan.sequences,
                                 .max_length = plan.length,
-                                .ffn = plan.ffn};
+                                .ffn = plan.ffn,
+                                .weights_in_bytes = plan.weights_in_bytes};
   return ForwardCuda::bytes_needed(ctx, config, forward) +
          KvCacheCuda::bytes(config, 1, plan.cache_tokens) +
          head_rows(config) * (4 * config.vocab_size + 2 * config.width) +

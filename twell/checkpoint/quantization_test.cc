@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/checkpoint/quantization.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "twell/base/error.h"
+#include "twell/base/file.h"
+#include "twell/base/test_folder.h"
+#include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/config_json.h"
+#include "twell/checkpoint/convert.h"
+#include "twell/checkpoint/mapped_model.h"
+
+namespace twell {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+// As llm-compressor writes it.
+json published() {
+  return json::parse(R"({
+    "quantization_config": {
+      "config_groups": {
+        "group_0": {
+          "format": null,
+          "input_activations": {
+            "actorder": null, "block_structure": null, "dynamic": true, "group_size": null,
+            "num_bits": 8, "observer": null, "observer_kwargs": {}, "strategy": "token",
+            "symmetric": true, "type": "float"
+          },
+          "output_activations": null,
+          "targets": ["Linear"],
+          "weights": {
+            "actorder": null, "block_structure": null, "dynamic": false, "group_size": null,
+            "num_bits": 8, "observer": "minmax", "observer_kwargs": {}, "strategy": "channel",
+            "symmetric": true, "type": "float"
+          }
+        }
+      },
+      "format": "float-quantized",
+      "global_compression_ratio": null,
+      "ignore": ["lm_head"],
+      "kv_cache_scheme": null,
+      "quant_method": "compressed-tensors",
+      "quantization_status": "compressed",
+      "sparsity_config": {},
+      "transform_config": {},
+      "version": "0.12.2"
+    }
+  })");
+}
+
+std::string refusal(const json& config) {
+  try {
+    parse_quantization(JsonFields(config, "config.json"));
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(QuantizationTest, ReadsWhatIsPublishedAndWhatIsWritten) {
+  EXPECT_EQ(parse_quantization(JsonFields(published(), "config.json")), ByteType::kE4M3);
+  for (const ByteType type : {ByteType::kE4M3, ByteType::kInt8}) {
+    const json written = {{"quantization_config", quantization_to_json(type)}};
+    EXPECT_EQ(parse_quantization(JsonFields(written, "config.json")), type);
+  }
+  EXPECT_EQ(parse_quantization(JsonFields(json::object(), "config.json")), std::nullopt);
+}
+
+TEST(QuantizationTest, RefusesOtherSchemesByName) {
+  const auto with = [](const char* pointer, const json& value) {
+    json config = published();
+    config["/quantization_config"_json_pointer / json::json_pointer(pointer)] = value;
+    return refusal(config);
+  };
+  EXPECT_THAT(with("/quant_method", "gptq"), HasSubstr("quant_method \"gptq\""));
+  EXPECT_THAT(with("/format", "pack-quantized"), HasSubstr("format \"pack-quantized\""));
+  EXPECT_THAT(with("/kv_cache_scheme", {{"num_bits", 8}}), HasSubstr("kv_cache_scheme"));
+  EXPECT_THAT(with("/sparsity_config", {{"format", "sparse-24-bitmask"}}),
+              HasSubstr("sparse-24-bitmask"));
+  const std::string group = "/config_groups/group_0";
+  EXPECT_THAT(with((group + "/weights/num_bits").c_str(), 4), HasSubstr("num_bits 4"));
+  EXPECT_THAT(with((group + "/weights/strategy").c_str(), "block"), HasSubstr("\"block\""));
+  EXPECT_THAT(with((group + "/weights/type").c_str(), "int"), HasSubstr("type \"int\""));
+  EXPECT_THAT(with((group + "/weights/symmetric").c_str(), false), HasSubstr("symmetric"));
+  EXPECT_THAT(with((group + "/input_activations/dynamic").c_str(), false), HasSubstr("dynamic"));
+  EXPECT_THAT(with((group + "/input_activations/strategy").c_str(), "tensor"),
+              HasSubstr("\"tensor\""));
+  EXPECT_THAT(with((group + "/input_activations").c_str(), nullptr),
+              HasSubstr("input_activations"));
+  EXPECT_THAT(with((group + "/targets").c_str(), {"re:.*q_proj"}), HasSubstr("q_proj"));
+  json two = published();
+  two["quantization_config"]["config_groups"]["group_1"] =
+      two["quantization_config"]["config_groups"]["group_0"];
+  EXPECT_THAT(refusal(two), HasSubstr("2 config_groups"));
+}
+
+class QuantizedCheckpointTest : public ::testing::Test {
+ protected:
+  QuantizedCheckpointTest() {
+    ModelConfig config = preset_config("tiny", true);
+    config.vocab_size = 64;
+    config.width = 32;
+    config.ffn = 48;
+    config.heads = config.kv_heads = 2;
+    config.head_dim = 16;
+    config.layers = 2;
+    model_ = std::make_unique<Model>(config);
+    init_weights(ctx_, *model_, 5);
+    std::filesystem::create_directory(folder_.path() / "original");
+    save_model(*model_, folder_.path() / "original", DType::kF32);
+  }
+  std::filesystem::path converted(ByteType type) {
+    const std::filesystem::path out = folder_.path() / std::string(byte_option_name(type));
+    convert_checkpoint(folder_.path() / "original", out, {.weights = type});
+    return out;
+  }
+  std::string refused(const std::filesystem::path& in) {
+    try {
+      load_model(ctx_, in);
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "";
+  }
+
+  Context ctx_{2};
+  TempFolder folder_;
+  std::unique_ptr<Model> model_;
+};
+
+TEST_F(QuantizedCheckpointTest, HoldsTheQuantisedWeights) {
+  for (const ByteType type : {ByteType::kE4M3, ByteType::kInt8}) {
+    const std::filesystem::path in = converted(type);
+    EXPECT_EQ(load_weight_bytes(in), type);
+    const std::unique_ptr<Model> read = load_model(ctx_, in);
+    const auto mapped = map_model(ctx_, in);
+    for (size_t i = 0; i < read->table.size(); ++i) {
+      const ParamSpec& spec = read->table[i];
+      const ConstMatrixF got(read->flat.data() + spec.offset, spec.rows, spec.cols);
+      const ConstMatrixF original(model_->flat.data() + spec.offset, spec.rows, spec.cols);
+      // The specification, on rows of outputs in bf16.
+      const int64_t outputs = spec.transposed ? spec.cols : spec.rows;
+      const int64_t inputs = spec.size() / outputs;
+      std::vector<float> rounded(static_cast<size_t>(spec.size()));
+      for (int64_t r = 0; r < outputs; ++r) {
+        for (int64_t c = 0; c < inputs; ++c) {
+          const float value = spec.transposed ? original(c, r) : original(r, c);
+          rounded[static_cast<size_t>(r * inputs + c)] = to_float(to_bf16(value));
+        }
+      }
+      const OwnedByteMatrix want = quantise_rows(type, {rounded.data(), outputs, inputs});
+      for (int64_t r = 0; r < outputs; ++r) {
+        for (int64_t c = 0; c < inputs; ++c) {
+          const float value = spec.transposed ? got(c, r) : got(r, c);
+          const float expected = is_projection(spec) ? want.view().at(r, c) : original(r, c);
+          ASSERT_EQ(value, expected) << spec.name << " " << r << ", " << c;
+        }
+      }
+      if (!spec.is_vector) {
+        std::vector<float> view(static_cast<size_t>(spec.size()));
+        widen(mapped->parameters[i].data, mapped->parameters[i].dtype, spec.size(), view.data());
+        EXPECT_EQ(view, std::vector<float>(got.data, got.data + spec.size())) << spec.name;
+      }
+    }
+  }
+}
+
+TEST_F(QuantizedCheckpointTest, NamesTheTensorsAsCompressedTensorsDoes) {
+  const CheckpointTensors tensors(converted(ByteType::kE4M3));
+  const TensorInfo* down = tensors.find("model.layers.1.mlp.down_proj.weight");
+  ASSERT_NE(down, nullptr);
+  EXPECT_EQ(down->dtype, "F8_E4M3");
+  EXPECT_EQ(down->shape, (std::vector<int64_t>{32, 48}));
+  const TensorInfo* scale = tensors.find("model.layers.1.mlp.down_proj.weight_scale");
+  ASSERT_NE(scale, nullptr);
+  EXPECT_EQ(scale->dtype, "F32");
+  EXPECT_EQ(scale->shape, (std::vector<int64_t>{32, 1}));
+  EXPECT_EQ(tensors.find("model.embed_tokens.weight")->dtype, "F32");
+}
+
+TEST_F(QuantizedCheckpointTest, ConvertsFurtherAndRefusesASecondType) {
+  const std::filesystem::path in = converted(ByteType::kE4M3);
+  convert_checkpoint(in, folder_.path() / "bf16", {.dtype = DType::kBF16});
+  const CheckpointTensors tensors(folder_.path() / "bf16");
+  EXPECT_EQ(tensors.find("model.embed_tokens.weight")->dtype, "BF16");
+  EXPECT_EQ(tensors.find("model.layers.0.mlp.up_proj.weight")->dtype, "F8_E4M3");
+  load_model(ctx_, folder_.path() / "bf16");
+  EXPECT_THROW(convert_checkpoint(in, folder_.path() / "again", {.weights = ByteType::kInt8}),
+               InputError);
+}
+
+TEST_F(QuantizedCheckpointTest, RefusesFilesThatDoNotMatchTheirConfiguration) {
+  const std::filesystem::path in = converted(ByteType::kE4M3);
+  // The configuration alone says that the weights are in 8 bits.
+  std::filesystem::create_directory(folder_.path() / "mixed");
+  std::filesystem::copy_file(in / kConfigFile, folder_.path() / "mixed" / kConfigFile);
+  std::filesystem::copy_file(folder_.path() / "original" / kWeightsFile,
+                             folder_.path() / "mixed" / kWeightsFile);
+  EXPECT_THAT(refused(folder_.path() / "mixed"), HasSubstr("is F32, but"));
+  // And the other way round.
+  std::filesystem::create_directory(folder_.path() / "unsaid");
+  std::filesystem::copy_file(folder_.path() / "original" / kConfigFile,
+                             folder_.path() / "unsaid" / kConfigFile);
+  std::filesystem::copy_file(in / kWeightsFile, folder_.path() / "unsaid" / kWeightsFile);
+  EXPECT_THAT(refused(folder_.path() / "unsaid"), HasSubstr("F8_E4M3"));
+}
+
+TEST_F(QuantizedCheckpointTest, RefusesNanAndInfiniteWeightsBeforeItWrites) {
+  model_->flat[model_->table[2].offset + 7] = std::numeric_limits<float>::infinity();
+  std::filesystem::create_directory(folder_.path() / "damaged");
+  save_model(*model_, folder_.path() / "damaged", DType::kF32);
+  EXPECT_THROW(convert_checkpoint(folder_.path() / "damaged", folder_.path() / "out",
+                                  {.weights = ByteType::kE4M3, .allow_non_finite = true}),
+               InputError);
+  EXPECT_FALSE(std::filesystem::exists(folder_.path() / "out"));
+}
+
+}  // namespace
+}  // namespace twell
