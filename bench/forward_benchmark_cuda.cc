@@ -52,6 +52,7 @@ ForwardBenchmarkCuda::ForwardBenchmarkCuda(CudaContext& ctx, const ModelCuda& mo
       forward_((set_matmul_tuning(ctx, true), ctx), model, plan_of(ids, length, policy)),
       dense_(ctx, std::ssize(ids), model.config().width, model.padded_config().ffn,
              model.config().gated, model.config().activation, /*add=*/true),
+      dense_plans_(ctx, model.config().layers, model.padded_config().ffn, FfnPolicy::kDense),
       logits_(std::min(kDeviceHeadTokens, std::ssize(ids)) * model.config().vocab_size),
       energy_(energy_meter(ctx)) {}
 
@@ -122,7 +123,8 @@ ForwardRunCuda ForwardBenchmarkCuda::measure(double window_seconds, const Forwar
 ForwardRunCuda ForwardBenchmarkCuda::dense(double window_seconds) {
   const bool gated = model_.config().gated;
   ForwardHooksCuda hooks;
-  hooks.ffn = [&](int64_t, const FfnForwardCuda& problem) {
+  hooks.ffn = [&](int64_t layer, const FfnForwardCuda& problem) {
+    if (problem.in_bytes()) return dense_bytes(layer, problem);
     if (!dense_tuned_) dense_.tune(ctx_, problem.weights, problem.x, problem.y);
     dense_tuned_ = true;
     if (!gated) return dense_.forward(ctx_, problem.weights, problem.x, problem.y);
@@ -169,6 +171,10 @@ ForwardRunCuda ForwardBenchmarkCuda::sparse(double window_seconds, PatternReplay
   return run;
 }
 
+void ForwardBenchmarkCuda::dense_bytes(int64_t layer, const FfnForwardCuda& problem) {
+  ffn_forward_cuda(ctx_, problem, dense_plans_[layer], forward_.ffn_workspace());
+}
+
 double ForwardBenchmarkCuda::sparse_error() {
   const int64_t n = std::min<int64_t>(std::ssize(ids_), kDeviceHeadTokens) * model_.config().width;
   const auto hidden = [&] {
@@ -179,7 +185,8 @@ double ForwardBenchmarkCuda::sparse_error() {
     return values;
   };
   ForwardHooksCuda hooks;
-  hooks.ffn = [&](int64_t, const FfnForwardCuda& problem) {
+  hooks.ffn = [&](int64_t layer, const FfnForwardCuda& problem) {
+    if (problem.in_bytes()) return dense_bytes(layer, problem);
     dense_.forward(ctx_, problem.weights, problem.x, problem.y);
   };
   body(hooks);

@@ -48,6 +48,7 @@ class ForwardBenchmarkCuda {
   ForwardRunCuda measure(double window_seconds, const ForwardHooksCuda& hooks);
   void body(const ForwardHooksCuda& hooks);
   void head();
+  void dense_bytes(int64_t layer, const FfnForwardCuda& problem);
   Timing time_full(const ForwardHooksCuda& hooks);
   // Called with true after an FFN's gate and with false after its other products.
   using Done = std::function<void(bool gate)>;
@@ -60,6 +61,7 @@ class ForwardBenchmarkCuda {
   ForwardCuda forward_;
   DenseFfnCuda dense_;
   bool dense_tuned_ = false;
+  FfnPlansCuda dense_plans_;    // of a model in e4m3
   DeviceBuffer<float> logits_;  // of one chunk of tokens
   GpuEnergyMeter energy_;
 };

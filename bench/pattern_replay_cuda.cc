@@ -32,9 +32,22 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
 
 void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                                 const std::function<void(bool gate)>& done) {
+  const bool bytes = problem.in_bytes();
+  if (bytes && w_down_.size() == 0) w_down_ = DeviceBuffer<__nv_bfloat16>(ffn_ * width_);
+  const FfnWeightsCuda& weights = problem.weights;
   for (int64_t begin = 0; begin < problem.tokens; begin += chunk_) {
     const int64_t tokens = std::min(chunk_, problem.tokens - begin);
-    const __nv_bfloat16* x = problem.x + begin * width_;
+    const __nv_bfloat16* x = bytes ? nullptr : problem.x + begin * width_;
+    ByteRowsCuda x_bytes;
+    if (bytes) {
+      x_bytes = {problem.x_bytes.values + begin * width_, problem.x_bytes.scales + begin};
+      TWELL_CUDA_CHECK(launch_widen_rows({.rows = width_,
+                                          .cols = ffn_,
+                                          .x = {weights.down_bytes.values, nullptr},
+                                          .transposed = true,
+                                          .out = w_down_.data()},
+                                         ctx_.stream()));
+    }
     TwellPacked made = made_.view(), replayed = patterns_.of(layer);
     made.shape.rows = replayed.shape.rows = tokens;
     gate_gemm_cuda(ctx_, {.tokens = tokens,
@@ -43,7 +56,9 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                           .x = x,
                           .w_gate = gated_ ? problem.weights.w_gate : problem.weights.w_up,
                           .out = made,
-                          .progress = gated_ ? workspace_.progress(tokens) : GateProgress{}});
+                          .progress = gated_ ? workspace_.progress(tokens) : GateProgress{},
+                          .x_bytes = x_bytes,
+                          .w_gate_bytes = gated_ ? weights.gate_bytes : weights.up_bytes});
     done(true);
     tile_union_up_down_cuda(ctx_,
                             {.tokens = tokens,
@@ -52,11 +67,14 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                              .gate = replayed,
                              .x = x,
                              .w_up = gated_ ? problem.weights.w_up : nullptr,
-                             .w_down = problem.weights.w_down,
+                             .w_down = bytes ? w_down_.data() : weights.w_down,
                              .y = problem.y + begin * width_,
                              .add = problem.add,
                              .squared = problem.weights.activation == Activation::kRelu2,
-                             .follows_gate = gated_},
+                             .follows_gate = gated_,
+                             .x_bytes = gated_ ? x_bytes : ByteRowsCuda{},
+                             .w_up_bytes = gated_ ? weights.up_bytes : ByteRowsCuda{},
+                             .y_scales = weights.down_bytes.scales},
                             workspace_);
     done(false);
   }

@@ -23,6 +23,7 @@ std::unique_ptr<Model> synthetic_model(Context& ctx, const ModelConfig& config, 
 // Makes one neuron in 200 active, or half of them again. On a GPU the context's stream orders the
 // change.
 void set_synthetic_sparsity(Model& model, bool sparse);
+// A model in e4m3 must have been quantised while it was sparse.
 void set_synthetic_sparsity(CudaContext& ctx, const ModelCuda& model, bool sparse);
 
 }  // namespace twell

@@ -11,6 +11,7 @@
 #include "cli/bench.h"
 #include "cli/options.h"
 #include "cli/text_layout.h"
+#include "twell/base/error.h"
 #include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/engine_cuda.h"
 #include "twell/infer/session_cuda.h"
@@ -25,13 +26,18 @@ struct Loaded {
   Loaded(CudaContext& context, const BenchSubject& subject) : ctx(context) {
     synthetic = subject.checkpoint.empty();
     if (!synthetic) {
-      model = load_model_cuda(ctx, subject.checkpoint, 0,
-                              {.allow_non_finite = subject.allow_non_finite});
+      model = load_model_cuda(
+          ctx, subject.checkpoint, 0,
+          {.allow_non_finite = subject.allow_non_finite, .weights = subject.weights});
       return;
     }
+    TWELL_REQUIRE(subject.weights != ByteType::kInt8, "int8 weights run on the CPU");
     Context cpu;
     model =
         std::make_unique<ModelCuda>(ctx, *synthetic_model(cpu, preset_of(subject), subject.seed));
+    if (!subject.weights) return;
+    set_sparse(true);
+    model = ModelCuda::in_bytes(ctx, *model);
   }
   void set_sparse(bool sparse) const {
     if (synthetic) set_synthetic_sparsity(ctx, *model, sparse);
@@ -102,9 +108,10 @@ void print_forward(const ForwardRunCuda& dense, const ForwardRunCuda& sparse, in
 
 }  // namespace
 
-int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
-  const CudaStream stream;
-  CudaContext ctx(stream.get());
+namespace {
+
+// Dense against sparse, with weights as the subject says.
+void compare_forward_cuda(CudaContext& ctx, const BenchForwardCuda& arguments) {
   const Loaded loaded(ctx, arguments.subject);
   const ModelConfig& config = loaded.model->config();
   const int64_t length = arguments.length == 0 ? config.context : arguments.length;
@@ -119,8 +126,9 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   if (!arguments.patterns.empty()) {
     replay = std::make_unique<PatternReplayCuda>(ctx, arguments.patterns, config, tokens);
   }
-  fmt::print("{} on {}, {} x {} tokens\n", describe(arguments.subject), ctx.device_name(),
-             arguments.sequences, length);
+  const char* const weights = loaded.model->in_bytes() ? "fp8" : "bf16";
+  fmt::print("{} on {}, {} x {} tokens, weights in {}\n", describe(arguments.subject),
+             ctx.device_name(), arguments.sequences, length, weights);
   if (replay) {
     print_paragraphs(fmt::format(
         "sparse: REPLAY of captured patterns {}; the gate GEMM runs, its result is unused",
@@ -144,6 +152,7 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   row["bench"] = "forward";
   row["attention"] = attention_report(ctx);
   row["subject"] = describe(arguments.subject);
+  row["weights"] = weights;
   row["sequences"] = arguments.sequences;
   row["length"] = length;
   row["ffn"] = ffn_policy_name(arguments.policy);
@@ -156,6 +165,17 @@ int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   row["screen_bytes"] = sparse.rotated_bytes;
   row["memory_mib"] = used_mib();
   append_jsonl(arguments.jsonl, row);
+}
+
+}  // namespace
+
+int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
+  const CudaStream stream;
+  CudaContext ctx(stream.get());
+  BenchForwardCuda wide = arguments;
+  wide.subject.weights = {};
+  compare_forward_cuda(ctx, wide);
+  if (arguments.subject.weights) compare_forward_cuda(ctx, arguments);
   return kExitOk;
 }
 
@@ -174,7 +194,9 @@ int run_bench_decode_cuda(const BenchDecode& arguments) {
                       .bandwidth_source = "the device states",
                       .session =
                           [&](const SessionOptions& options) {
-                            return std::make_unique<SessionCuda>(ctx, model, options);
+                            SessionOptions of_model = options;
+                            of_model.weights_in_bytes = model.in_bytes();
+                            return std::make_unique<SessionCuda>(ctx, model, of_model);
                           },
                       .first_fields = [&] { return device_json(ctx); }};
   if (loaded.synthetic) device.set_sparse = [&](bool sparse) { loaded.set_sparse(sparse); };

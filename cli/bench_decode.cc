@@ -94,6 +94,7 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
   bench.subject.context = length;
   bench.subject.seed = bench.load.seed = common.seed;
   bench.subject.allow_non_finite = common.allow_non_finite;
+  bench.subject.weights = load_options(common).weights;
   bench.load.temperature = static_cast<float>(arguments.temperature);
   if (!common.data.empty() || !arguments.text.shards.empty()) {
     TWELL_REQUIRE(bench.subject.preset.empty(),
@@ -102,6 +103,8 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
         first_tokens(common, arguments.text, std::ranges::max(bench.batches) * bench.load.prompt);
     bench.load.prompts = bench.prompts;
   }
+  TWELL_REQUIRE(!bench.subject.weights || use_cuda(common), "--weights {} needs a GPU",
+                common.weights);
   return use_cuda(common) ? run_bench_decode_cuda(bench) : run_on_cpu(common, bench);
 }
 
@@ -182,6 +185,7 @@ void add_bench_decode_command(Command& bench, CommonOptions& common) {
   Command& command = bench.add("decode", "Tokens a second while generating");
   command.runs([&common, arguments] { return run_bench_decode(common, *arguments); });
   add_checkpoint_option(command, common).required(false);
+  add_weights_option(command, common);
   command.value("--preset", &bench_decode.subject.preset, "NAME",
                 "A preset with random weights instead of a checkpoint");
   command

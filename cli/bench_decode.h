@@ -6,10 +6,12 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "bench/decode_benchmark.h"
+#include "twell/format/byte_matrix.h"
 
 namespace twell::cli {
 
@@ -20,7 +22,8 @@ struct BenchSubject {
   int64_t kv_heads = 0;  // of the preset; 0: as many as it has
   int64_t context = 0;   // longest sequence, if longer than the preset's
   uint64_t seed = 0;
-  bool allow_non_finite = false;  // accept NaN and infinity in the checkpoint
+  bool allow_non_finite = false;    // accept NaN and infinity in the checkpoint
+  std::optional<ByteType> weights;  // LoadOptions::weights, also of a preset
 };
 // The configuration of its preset.
 ModelConfig preset_of(const BenchSubject& subject);

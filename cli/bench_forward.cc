@@ -145,7 +145,8 @@ int run_on_gpu(const CommonOptions& common, const BenchForwardArguments& argumen
   BenchForwardCuda bench{.subject = {.checkpoint = common.checkpoint,
                                      .preset = arguments.preset,
                                      .seed = common.seed,
-                                     .allow_non_finite = common.allow_non_finite},
+                                     .allow_non_finite = common.allow_non_finite,
+                                     .weights = load_options(common).weights},
                          .sequences = arguments.comparison.sequences,
                          .length = arguments.comparison.length,
                          .policy = arguments.comparison.sparse,
@@ -161,7 +162,8 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
   TWELL_REQUIRE(common.checkpoint.empty() != arguments.preset.empty(),
                 "bench forward needs either --checkpoint DIR or --preset NAME");
   if (use_cuda(common)) return run_on_gpu(common, arguments);
-  TWELL_REQUIRE(arguments.patterns.empty(), "--patterns needs a GPU");
+  TWELL_REQUIRE(arguments.patterns.empty() && !load_options(common).weights,
+                "--patterns and --weights need a GPU");
   Context ctx(common.threads);
   const Subject subject = arguments.preset.empty() ? trained(ctx, common, arguments)
                                                    : untrained(ctx, arguments, common.seed);
@@ -179,6 +181,7 @@ void add_bench_forward_command(Command& bench, CommonOptions& common) {
   Command& command = bench.add("forward", "Forward of a whole model");
   command.runs([&common, arguments] { return run_bench_forward(common, *arguments); });
   add_checkpoint_option(command, common).required(false);
+  add_weights_option(command, common);
   command.value("--preset", &arguments->preset, "NAME",
                 "A preset with random weights instead of a checkpoint");
   add_text_options(command, common, arguments->text);

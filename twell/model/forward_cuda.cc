@@ -31,8 +31,14 @@ int64_t values_per_token(const ModelConfig& config) {
   return 2 * config.width + qkv_width(config) + config.q_width();
 }
 
-ForwardPlanCuda checked(const CudaContext& ctx, const ModelConfig& config,
-                        const ForwardPlanCuda& plan) {
+// Bytes of an input of projections in e4m3.
+int64_t byte_values(const ModelConfig& config, int64_t rows) {
+  return rows * std::max(config.width, config.q_width());
+}
+
+ForwardPlanCuda checked(const CudaContext& ctx, const ModelCuda& model, ForwardPlanCuda plan) {
+  const ModelConfig& config = model.padded_config();
+  plan.weights_in_bytes = model.in_bytes();
   TWELL_CHECK(plan.max_tokens >= 1 && plan.max_sequences >= 1 && plan.max_length >= 1,
               "a forward planned for {} tokens in {} sequences of {}", plan.max_tokens,
               plan.max_sequences, plan.max_length);
@@ -70,6 +76,7 @@ constexpr int64_t kScreenTile = 256;  // gates' spreads are padded to a multiple
 std::optional<ScreenBound> screen_bound(const CudaContext& ctx, const ModelConfig& config,
                                         const ForwardPlanCuda& plan) {
   if (plan.ffn != FfnPolicy::kScreened && plan.ffn != FfnPolicy::kScreenedStrict) return {};
+  if (plan.weights_in_bytes) return {};  // the gate is in 8 bits itself
   GpuFfnLayer layer = gpu_ffn_layer(gpu_device(ctx), ffn_shape(config));
   layer.screen =
       plan.ffn == FfnPolicy::kScreened ? ScreenBound::kProbabilistic : ScreenBound::kStrict;
@@ -88,11 +95,11 @@ int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,
 }
 
 // For the kernel of all layers; tokens is 0 when the model or the device does not suit it, or the
-// cache is in 8 bits, which that kernel does not read.
+// cache or the weights are in 8 bits, which that kernel does not read.
 DecodeWorkspaceShape decode_shape(const CudaContext& ctx, const ModelConfig& config,
                                   const ForwardPlanCuda& plan) {
   return {.multiprocessors = ctx.multiprocessors(),
-          .tokens = plan.eight_bit_cache
+          .tokens = plan.eight_bit_cache || plan.weights_in_bytes
                         ? 0
                         : std::min({plan.max_sequences, plan.max_tokens,
                                     route_layers(ctx, config, plan.ffn).one_kernel_tokens}),
@@ -114,6 +121,10 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
                                               plan.max_length) +
          decode_workspace_bytes(decode_shape(ctx, config, plan)) +
          rotated_bytes(ctx, config, plan) + wide_bytes(config, plan) +
+         (plan.weights_in_bytes ? byte_values(config, rows) + 4 * rows +
+                                      FfnWorkspaceCuda::bytes_for_bytes(ctx, plan.max_tokens,
+                                                                        config.width, config.ffn)
+                                : 0) +
          4 * plan.max_length * config.head_dim;
 }
 
@@ -121,12 +132,12 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
     : ctx_(ctx),
       model_(model),
       config_(model.padded_config()),
-      plan_(checked(ctx, config_, plan)),
+      plan_(checked(ctx, model, plan)),
       batch_(plan.max_tokens, plan.max_sequences),
       attention_(plan.max_sequences, config_.heads, config_.head_dim, plan.max_length),
       ffn_(ctx, plan.max_tokens, config_.width, config_.ffn, config_.gated),
       ffn_plans_(ctx, config_.layers, config_.ffn, plan.ffn),
-      decode_shape_(decode_shape(ctx, config_, plan)),
+      decode_shape_(decode_shape(ctx, config_, plan_)),
       decode_memory_(decode_workspace_bytes(decode_shape_)),
       ffn_layer_(gpu_ffn_layer(gpu_device(ctx), ffn_shape(config_))),
       layers_(route_layers(ctx, config_, plan.ffn)) {
@@ -143,6 +154,11 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   hidden_ = DeviceBuffer<__nv_bfloat16>(rows * config_.width);
   qkv_ = DeviceBuffer<__nv_bfloat16>(rows * qkv_width(config_));
   attended_ = DeviceBuffer<__nv_bfloat16>(rows * config_.q_width());
+  if (plan_.weights_in_bytes) {
+    bytes_.values = DeviceBuffer<uint8_t>(byte_values(config_, rows));
+    bytes_.scales = DeviceBuffer<float>(rows);
+    ffn_.make_for_bytes();
+  }
   make_rotated_gates();
   make_wide_rows();
 }
@@ -476,13 +492,14 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                             ctx_.stream()));
   }
   const bool observed = row_nnz != nullptr || hooks.ffn || hooks.after_stage;
-  const route::LayersPath path =
-      route::layers_path(layers_, staged_batch(observed, hooks.one_kernel));
+  const route::LayersPath path = choose_path(observed, hooks.one_kernel);
   if (path == route::LayersPath::kOneKernel) {
     enqueue_decode_layers(hooks);
   } else {
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
-      if (path == route::LayersPath::kFewKernels) {
+      if (model_.in_bytes()) {
+        enqueue_byte_layer(layer, row_nnz, hooks);
+      } else if (path == route::LayersPath::kFewKernels) {
         enqueue_few_tokens_layer(layer);
       } else {
         enqueue_layer(layer, row_nnz, hooks);
@@ -656,9 +673,12 @@ void ForwardCuda::find_sparse_layers() {
   layers_.sparse = 2 * sparse > config_.layers;
 }
 
-route::LayersPath ForwardCuda::path() const {
-  return route::layers_path(layers_, staged_batch(false, false));
+route::LayersPath ForwardCuda::choose_path(bool observed, bool one_kernel) const {
+  if (model_.in_bytes()) return route::LayersPath::kSingleOps;
+  return route::layers_path(layers_, staged_batch(observed, one_kernel));
 }
+
+route::LayersPath ForwardCuda::path() const { return choose_path(false, false); }
 
 void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];

@@ -31,7 +31,8 @@ struct ForwardPlanCuda {
   int64_t max_sequences = 0;  // most sequences in a batch
   int64_t max_length = 0;     // longest sequence, including cached tokens
   FfnPolicy ffn = FfnPolicy::kAuto;
-  bool eight_bit_cache = false;  // the cache that sequences are staged with, if any, is in 8 bits
+  bool eight_bit_cache = false;   // the cache that sequences are staged with, if any, is in 8 bits
+  bool weights_in_bytes = false;  // the model's projections are in e4m3; a forward sets it
 };
 
 // Stages of a layer, for timing. kQkv includes the rotation; kOutput and kFfn include the addition
@@ -138,6 +139,16 @@ class ForwardCuda {
   void find_sparse_layers();
   // The alternatives of route::LayersPath: the first two run one layer, the third all layers.
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
+  // The same with projections in e4m3.
+  void enqueue_byte_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
+  void project_bytes(int64_t layer);
+  bool takes_few_bytes() const;
+  // residual_ += bytes() w^T, w [D, inner].
+  void add_product_bytes(const ByteRowsCuda& w, int64_t inner);
+  // Residual to bytes_, [M, D]; `rows` as for norm().
+  void norm_bytes(const BF16* weight, const int32_t* rows = nullptr) const;
+  ByteRowsCuda bytes() const { return {bytes_.values.data(), bytes_.scales.data()}; }
+  route::LayersPath choose_path(bool observed, bool one_kernel) const;
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
   AttentionCuda attention_of(int64_t layer, const SequenceGroup& group) const;
@@ -197,6 +208,11 @@ class ForwardCuda {
   DeviceBuffer<__nv_bfloat16> qkv_;        // [M, (H + 2 H_kv) * hd]
   DeviceBuffer<__nv_bfloat16> attended_;   // [M, H * hd]
   WideRows wide_;                          // nothing unless plan_.eight_bit_cache
+  // A projection's input in e4m3; nothing unless the model's projections are.
+  struct {
+    DeviceBuffer<uint8_t> values;  // [M, max(D, H * hd)]
+    DeviceBuffer<float> scales;    // [M]
+  } bytes_;
 };
 
 }  // namespace twell

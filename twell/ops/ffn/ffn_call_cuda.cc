@@ -37,14 +37,17 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
                          .spill = reinterpret_cast<BF16*>(buffers.gate.data()),
                          .spill_slots = shape.max_spill_slots(),
                          .row_nnz = of.row_nnz != nullptr ? of.row_nnz : buffers.row_nnz.data()};
-  const GateGemmCuda problem{.tokens = of.tokens,
-                             .width = call.width(),
-                             .ffn = call.ffn(),
-                             .x = of.x,
-                             .w_gate = call.gated() ? of.weights.w_gate : of.weights.w_up,
-                             .out = gate,
-                             .progress = progress,
-                             .cut = call.cut()};
+  const GateGemmCuda problem{
+      .tokens = of.tokens,
+      .width = call.width(),
+      .ffn = call.ffn(),
+      .x = of.x,
+      .w_gate = call.gated() ? of.weights.w_gate : of.weights.w_up,
+      .out = gate,
+      .progress = progress,
+      .cut = call.cut(),
+      .x_bytes = of.x_bytes,
+      .w_gate_bytes = call.gated() ? of.weights.gate_bytes : of.weights.up_bytes};
   if (call.ctx.compute_capability() == 90) {
     gate_gemm_cuda(call.ctx, problem);
   } else {
@@ -56,13 +59,16 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
           .gate = gate,
           .x = of.x,
           .w_up = call.gated() ? of.weights.w_up : nullptr,
-          .w_down = of.weights.w_down,
+          .w_down = of.in_bytes() ? buffers.w_down.data() : of.weights.w_down,
           .y = of.y,
           .add = of.add,
           .squared = call.squared(),
           .up_relu = call.up_relu(),
           .y_rows = of.y_rows,
-          .activity = call.plan.counts};
+          .activity = call.plan.counts,
+          .x_bytes = call.gated() ? of.x_bytes : ByteRowsCuda{},
+          .w_up_bytes = call.gated() ? of.weights.up_bytes : ByteRowsCuda{},
+          .y_scales = of.weights.down_bytes.scales};
 }
 
 }  // namespace twell

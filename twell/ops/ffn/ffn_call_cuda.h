@@ -36,6 +36,9 @@ struct FfnForwardCuda {
   bool add = false;   // y += instead of =
   // [M] row of y of each row of x, each once, where ffn_maps_rows; null: its own.
   const int32_t* y_rows = nullptr;
+  // [rows, D] x in e4m3, in place of that in bf16, for weights in e4m3.
+  ByteRowsCuda x_bytes;
+  bool in_bytes() const { return !x_bytes.empty(); }
   // [M, D] x rotated with the bound of weights.screen, read where ffn_reads_rotated; no values: the
   // layer runs without its screen.
   RotatedRowsCuda rotated;
@@ -50,6 +53,9 @@ struct FfnBuffersCuda {
   TileUnionWorkspace tile_union;     // its values double as the dense hidden [chunk, F]
   RowFusedWorkspace row_fused;
   FewTokenWorkspace few_tokens;
+  // For calls in e4m3; empty until FfnWorkspaceCuda::make_for_bytes.
+  DeviceBuffer<float> hidden_scales;   // [chunk] of h
+  DeviceBuffer<__nv_bfloat16> w_down;  // [F, D] a layer's values, widened
   // By number of tokens, activation, whether y is added to, and whether there are biases.
   std::map<std::tuple<int64_t, Activation, bool, bool>, std::unique_ptr<DenseFfnCuda>> dense;
 };

@@ -44,11 +44,23 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
           .tile_union = TileUnionWorkspace(chunk_tokens_, ffn),
           .row_fused = RowFusedWorkspace(ctx, chunk_tokens_, width),
           .few_tokens = FewTokenWorkspace(ffn),
+          .hidden_scales = {},
+          .w_down = {},
           .dense = {}} {
   // Words are read 16 bytes at a time, and the last ones of a tile may never be written.
   DeviceBuffer<uint32_t>& words = buffers_.words;
   TWELL_CUDA_CHECK(
       cudaMemsetAsync(words.data(), 0, static_cast<size_t>(words.bytes()), ctx.stream()));
+}
+
+void FfnWorkspaceCuda::make_for_bytes() {
+  buffers_.hidden_scales = DeviceBuffer<float>(chunk_tokens_);
+  buffers_.w_down = DeviceBuffer<__nv_bfloat16>(ffn() * width());
+}
+
+int64_t FfnWorkspaceCuda::bytes_for_bytes(const CudaContext& ctx, int64_t max_tokens, int64_t width,
+                                          int64_t ffn) {
+  return 4 * chunk_tokens(ctx, max_tokens, ffn) + 2 * ffn * width;
 }
 
 int64_t FfnWorkspaceCuda::bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
@@ -99,6 +111,7 @@ const GpuFfnChoice& choose(const FfnForwardCuda& problem, FfnPlanCuda& plan,
   GpuFfnLayer layer = workspace.layer();
   layer.activation = problem.weights.activation;
   layer.biased = problem.weights.biased();
+  if (problem.in_bytes()) layer.weights = GpuWeights::kFp8;
   if (problem.weights.screen.values != nullptr && problem.rotated.values != nullptr) {
     layer.screen = problem.weights.screen.bound;
   }
@@ -126,6 +139,8 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
   TWELL_CHECK(problem.tokens <= workspace.max_tokens(), "{} tokens in a workspace for {}",
               problem.tokens, workspace.max_tokens());
   if (problem.tokens == 0) return;
+  TWELL_CHECK(!problem.in_bytes() || workspace.takes_bytes(),
+              "a feed-forward layer in e4m3 needs a workspace made for it");
   TWELL_CHECK(problem.x != problem.y || (problem.norm != nullptr && problem.add),
               "an FFN may overwrite x only with its norm, adding to it");
   const GpuFfnChoice& choice = choose(problem, plan, workspace);
@@ -140,7 +155,12 @@ void ffn_forward_cuda(CudaContext& ctx, const FfnForwardCuda& problem, FfnPlanCu
     FfnForwardCuda chunk = problem;
     chunk.tokens = std::min(step, problem.tokens - begin);
     chunk.rows = std::clamp(problem.rows - begin, chunk.tokens, step);
-    chunk.x += begin * workspace.width();
+    if (chunk.in_bytes()) {
+      chunk.x_bytes.values += begin * workspace.width();
+      chunk.x_bytes.scales += begin;
+    } else {
+      chunk.x += begin * workspace.width();
+    }
     if (chunk.y_rows == nullptr) {
       chunk.y += begin * workspace.width();
     } else {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feed-forward layer on the GPU at inference, bf16 with f32 accumulation: runs the execution
-// that registry.h chooses. All give the dense result within accumulation order, on every input.
+// The feed-forward layer on the GPU at inference, bf16 with f32 accumulation, or e4m3: runs the
+// execution that registry.h chooses. All give the dense result within accumulation order, on every
+// input; in e4m3 the dense ones quantise h besides (bytes/byte_ffn_cuda.h).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,6 +33,11 @@ class FfnWorkspaceCuda {
   // The layer as the registry describes it, with ReLU.
   const GpuFfnLayer& layer() const { return buffers_.layer; }
   FfnBuffersCuda& buffers() { return buffers_; }
+  // Allocates what calls with operands in e4m3 need besides, and how much that will be.
+  void make_for_bytes();
+  bool takes_bytes() const { return buffers_.w_down.size() > 0; }
+  static int64_t bytes_for_bytes(const CudaContext& ctx, int64_t max_tokens, int64_t width,
+                                 int64_t ffn);
   int64_t bytes() const;
   // What bytes() will be, less a few MiB of the executions that take little memory.
   static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "twell/format/activation.h"
+#include "twell/format/byte_matrix_cuda.h"
 #include "twell/ops/ffn/screened/rotated_screen.h"
 
 namespace twell {
@@ -20,6 +21,10 @@ struct FfnWeightsCuda {
   const __nv_bfloat16* b_down = nullptr;  // [D]; all three are null in a layer without biases
   RotatedGateCuda screen;                 // of w_gate; no values: none
   float threshold = 0.0f;                 // of fatrelu
+  // In place of the matrices above: e4m3 with a scale per output (bytes/byte_ffn_cuda.h).
+  ByteRowsCuda gate_bytes;  // [F, D], empty when the layer is not gated
+  ByteRowsCuda up_bytes;    // [F, D]
+  ByteRowsCuda down_bytes;  // [D, F]
 
   bool biased() const { return b_down != nullptr; }
 };

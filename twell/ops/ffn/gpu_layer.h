@@ -24,9 +24,12 @@ struct GpuDevice {
 };
 
 // How weights are stored. A bit each, so that an execution can state a set of them.
-enum class GpuWeights : uint8_t { kBf16 = 1 };
-inline constexpr GpuWeights kGpuWeights[] = {GpuWeights::kBf16};
-std::string_view gpu_weights_name(GpuWeights weights);  // "bf16"
+enum class GpuWeights : uint8_t {
+  kBf16 = 1,
+  kFp8 = 2,  // e4m3 with a scale per output; so is x, with a scale per token
+};
+inline constexpr GpuWeights kGpuWeights[] = {GpuWeights::kBf16, GpuWeights::kFp8};
+std::string_view gpu_weights_name(GpuWeights weights);  // "bf16", "fp8"
 
 // One feed-forward layer on one device. Made by gpu_ffn_layer alone, so that no caller leaves a
 // property out; what only some calls have, such as a screen, is set afterwards.

@@ -117,7 +117,7 @@ TEST(GpuFfnRegistry, EveryCall) {
       }
     }
   }
-  EXPECT_EQ(seen.size() + 1, gpu_ffn_registry().size());  // no layer has a screen
+  EXPECT_EQ(seen.size() + 2, gpu_ffn_registry().size());  // no layer has a screen, or fp8 weights
 }
 
 TEST(GpuFfnRegistry, TakesTheNormOfAFewTokensOnHopper) {
@@ -154,7 +154,7 @@ TEST(GpuFfnRegistry, RefusesWhatIsTooLarge) {
     const GpuFfnCall call{.tokens = row.limits.least_tokens};
     EXPECT_EQ(gpu_ffn_unsupported(row, wide, call).empty(),
               row.name != "tile-union" && row.name != "medium-batch" && row.name != "dense-batch" &&
-                  row.name != "screened");
+                  row.name != "screened" && row.name != "dense-few-fp8");
   }
 }
 
@@ -351,6 +351,26 @@ TEST(GpuFfnRegistry, OneDescriptionOfALayer) {
   EXPECT_EQ(gpu_row_tokens({.shared_memory = 101376}, 2048), 8);
   EXPECT_EQ(gpu_row_tokens({.shared_memory = 101376}, 8192), 2);
   EXPECT_EQ(gpu_row_tokens({}, 200000), 0);
+}
+
+TEST(GpuFfnRegistry, RunsLayersInFp8DenseOrAsTileUnion) {
+  const GpuFfnLayer layer{.width = 2048, .ffn = 5632, .weights = GpuWeights::kFp8};
+  const LayerActivity light{.nnz_per_token = 3.0, .union_share = 0.02};
+  const auto runs = [&](int64_t tokens, FfnPolicy policy) {
+    return choose_gpu_ffn(layer, {.tokens = tokens, .policy = policy}, light).execution->name;
+  };
+  for (const int64_t tokens : {1, 9, 64, 65, 4096}) {
+    EXPECT_EQ(runs(tokens, FfnPolicy::kDense), tokens <= 64 ? "dense-few-fp8" : "dense-gemms");
+    EXPECT_EQ(runs(tokens, FfnPolicy::kSparse), "tile-union");
+  }
+  EXPECT_EQ(runs(1, FfnPolicy::kAuto), "dense-few-fp8");
+  EXPECT_EQ(runs(4096, FfnPolicy::kAuto), "tile-union");
+  GpuFfnLayer elsewhere = layer;
+  elsewhere.device.compute_capability = 80;
+  for (const GpuFfnExecution& row : gpu_ffn_registry()) {
+    if (!row.sparse) continue;
+    EXPECT_NE(gpu_ffn_unsupported(row, elsewhere, {.tokens = 9}), "") << row.name;
+  }
 }
 
 // The pages show the registry as `twell doctor --executions` prints it.

@@ -14,6 +14,7 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
+#include "twell/format/byte_matrix_cuda.h"
 #include "twell/format/twell.h"
 
 namespace twell {
@@ -54,6 +55,10 @@ struct GateGemmCuda {
   const int32_t* condition = nullptr;  // device memory: if it holds 0, nothing is computed
   GateProgress progress{};             // not combined with a condition
   uint32_t cut = 0;                    // of FATReLU, see bf16_cut
+  // x [M, D] and w_gate [F, D] in e4m3, in place of those in bf16; D is a multiple of 16. The
+  // scales multiply the sums before ReLU. Hopper alone.
+  ByteRowsCuda x_bytes, w_gate_bytes;
+  bool in_bytes() const { return !x_bytes.empty(); }
 };
 
 // What the words of GateProgress mean for these sizes.
@@ -113,6 +118,12 @@ struct SparseUpDownCuda {
   // The gate comes from a gate GEMM of these sizes, directly before on this stream, which was given
   // the workspace's progress(tokens). Then this call starts while the gate GEMM runs. Gated only.
   bool follows_gate = false;
+  // x [M, D] and w_up [F, D] in e4m3, in place of those in bf16; D is a multiple of 16. Gated, and
+  // tile-union alone.
+  ByteRowsCuda x_bytes, w_up_bytes;
+  const float* y_scales = nullptr;  // [D] scales of the columns of w_down; null: none
+  bool in_bytes() const { return !x_bytes.empty(); }
+  bool gated() const { return w_up != nullptr || in_bytes(); }
 };
 
 // Device memory of one tile-union call in flight, for up to max_tokens tokens. The largest part is
@@ -293,6 +304,8 @@ struct Up {
   const __nv_bfloat16* gate_weight;
   ActivityCuda* activity;  // with gate_weight: pairs that fire are added to nnz; may be null
   int32_t* row_nnz;        // [M] with gate_weight: they are added for each token; may be null
+  // x and weight in e4m3, in place of those in bf16; with a gate that comes from `gate`.
+  ByteRowsCuda x_bytes, weight_bytes;
 };
 
 struct Down {
@@ -306,6 +319,7 @@ struct Down {
   int width;                        // D
   bool add;                         // y += instead of =, both rounded to bf16
   const int32_t* y_rows = nullptr;  // [M] row of y of each token; null: its own
+  const float* y_scales = nullptr;  // [D] of columns of the weight; null: none
 };
 
 // find_unions adds to activity what it counts, unless it is null. When it does not follow the gate

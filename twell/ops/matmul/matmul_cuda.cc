@@ -296,5 +296,6 @@ void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bflo
 }
 
 void set_matmul_tuning(CudaContext& ctx, bool on) { ctx.service<MatmulPlans>().tuning = on; }
+bool matmul_tuning(CudaContext& ctx) { return ctx.service<MatmulPlans>().tuning; }
 
 }  // namespace twell

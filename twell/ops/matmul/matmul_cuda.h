@@ -85,5 +85,6 @@ void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bflo
 // synchronises. For benchmarks: the choice depends on timing, so another process may round
 // differently. Off at first.
 void set_matmul_tuning(CudaContext& ctx, bool on);
+bool matmul_tuning(CudaContext& ctx);
 
 }  // namespace twell

@@ -141,19 +141,67 @@ struct Producer {
   }
 };
 
+// Columns of a k-step of 128 bytes: of bf16, or of e4m3 bytes.
+template <bool kBytes>
+inline constexpr int kStepColumns = kBytes ? 2 * kTileK : kTileK;
+
 // 64 rows by N columns.
-template <int N>
+template <int N, bool kBytes = false>
 __device__ __forceinline__ void multiply_step(float (&acc)[128], uint32_t a, uint32_t b,
                                               bool accumulate) {
   using namespace gpu;
   const uint64_t operand_a = k_major_operand(a), operand_b = k_major_operand(b);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kTileK / 16; ++k) {
-    wgmma<N, false>(acc, operand_a + k * 2, operand_b + k * 2, accumulate || k > 0);
+  for (int k = 0; k < kTileK / 16; ++k) {  // 32 bytes each
+    if constexpr (kBytes) {
+      wgmma_e4m3<N>(acc, operand_a + k * 2, operand_b + k * 2, accumulate || k > 0);
+    } else {
+      wgmma<N, false>(acc, operand_a + k * 2, operand_b + k * 2, accumulate || k > 0);
+    }
   }
   wgmma_commit();
 }
+
+// Scales of the rows of both operands of a product in 8 bits, in device memory. Those of places
+// outside of the product, where nothing is used, are 0.
+struct ScalesOfRows {
+  const float* a;  // [M]
+  const float* b;  // [N], N a multiple of 8
+  int rows;        // M
+  int columns;     // N
+
+  __device__ __forceinline__ float of_row(int row) const {
+    return row < rows ? __ldg(a + row) : 0.0f;
+  }
+  // Of two columns from an even one on.
+  __device__ __forceinline__ float2 of_columns(int column) const {
+    if (column >= columns) return {0.0f, 0.0f};
+    return __ldg(reinterpret_cast<const float2*>(b + column));
+  }
+};
+
+// Products in 8 bits have few k-steps per tile, so that what stands between two tiles would cost
+// them much. Warpgroup 1 starts each tile kLead k-steps behind warpgroup 0, so that one finishes a
+// tile while the other multiplies. Both pass `start` and `step` of every tile; with fewer k-steps
+// than stages warpgroup 0 could arrive for two tiles before warpgroup 1 does, so they do not wait.
+template <bool kBytes, int kBarrier>
+struct Stagger {
+  static constexpr int kLead = 2;
+  const bool leads;
+  const int warpgroup;
+
+  __device__ __forceinline__ Stagger(int k_steps, int warpgroup_in)
+      : leads(kBytes && k_steps >= kStages), warpgroup(warpgroup_in) {
+    if (leads && warpgroup == 1) gpu::named_barrier(kBarrier, kConsumers * 128);
+  }
+  // Behind the products of k-step k.
+  __device__ __forceinline__ void step(int k) const {
+    if (leads && warpgroup == 0 && k == kLead - 1) {
+      gpu::named_barrier_arrive(kBarrier, kConsumers * 128);
+    }
+  }
+};
 
 // Called by a consumer warpgroup: one thread tells both CTAs, because both fill this CTA's stages.
 __device__ __forceinline__ void release(const Ring& ring, int stage) {

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "twell/format/byte_matrix_cuda.h"
 #include "twell/ops/rope/rope_cuda.h"
 
 namespace twell {
@@ -23,6 +24,9 @@ struct QkvCuda {
   const __nv_bfloat16* x = nullptr;  // [M, D]
   const __nv_bfloat16* w = nullptr;  // [(H + 2 H_kv) * hd, D]
   RopeCuda rope;                     // of M tokens; qkv gets what does not go to a cache
+  // x and w in e4m3, in place of those in bf16; D is a multiple of 16.
+  ByteRowsCuda x_bytes, w_bytes;
+  bool in_bytes() const { return !x_bytes.empty(); }
 };
 
 // Whether qkv_cuda takes the problem and is faster than separate steps: many tokens

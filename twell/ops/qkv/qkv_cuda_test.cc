@@ -113,6 +113,61 @@ TEST(QkvCuda, EqualsProductAndRotationOverManyTiles) {
   }
 }
 
+// In e4m3, which holds signs exactly, with scales whose product is 1: the same sums, of up to 2,048
+// in size, which the tensor cores add exactly.
+TEST(QkvCuda, InBytesEqualsProductAndRotation) {
+  TWELL_HOPPER_TEST();
+  for (const auto& [tokens, width, heads, kv_heads, head_dim] :
+       {QkvCase{9000, 2048, 16, 4, 64}, QkvCase{9000, 528, 16, 4, 64}, QkvCase{257, 80, 5, 5, 64},
+        QkvCase{9000, 1040, 8, 2, 128}, QkvCase{700, 208, 6, 3, 128}}) {
+    const RopeOperands o(tokens, heads, kv_heads, head_dim);
+    const auto signs_x = signs(tokens * width, 1), signs_w = signs(o.columns * width, 2);
+    const auto bytes_of = [](const std::vector<float>& values) {
+      std::vector<uint8_t> bytes;
+      for (const float value : values) bytes.push_back(to_e4m3(value));
+      return bytes;
+    };
+    const auto x = upload(narrowed(signs_x)), w = upload(narrowed(signs_w));
+    const auto x_bytes = upload(bytes_of(signs_x)), w_bytes = upload(bytes_of(signs_w));
+    std::vector<float> of_x(static_cast<size_t>(tokens), 4.0f);
+    std::vector<float> of_w(static_cast<size_t>(o.columns), 0.25f);
+    // Products with other scales are exact multiples.
+    of_x[0] = 8.0f;
+    of_w[3] = 0.5f;
+    const auto x_scales = upload(of_x), w_scales = upload(of_w);
+    const auto want = poisoned<__nv_bfloat16>(tokens * o.columns);
+    linear_cuda(ctx, {.rows = tokens,
+                      .cols = o.columns,
+                      .inner = width,
+                      .x = x.data(),
+                      .w = w.data(),
+                      .y = want.data()});
+    auto scaled = download(want);
+    for (int64_t n = 0; n < o.columns; ++n) {
+      auto& value = scaled[static_cast<size_t>(n)];
+      value = __float2bfloat16(2.0f * __bfloat162float(value));
+    }
+    for (int64_t m = 0; m < tokens; ++m) {
+      auto& value = scaled[static_cast<size_t>(m * o.columns + 3)];
+      value = __float2bfloat16(2.0f * __bfloat162float(value));
+    }
+    const auto rotated = upload(scaled);
+    TWELL_CUDA_CHECK(launch_rope(o.in_place(rotated.data()), stream.get()));
+    const auto got = poisoned<__nv_bfloat16>(tokens * o.columns);
+    qkv_cuda(ctx, {.width = width,
+                   .rope = o.in_place(got.data()),
+                   .x_bytes = {x_bytes.data(), x_scales.data()},
+                   .w_bytes = {w_bytes.data(), w_scales.data()}});
+    stream.synchronize();
+    const auto a = to_floats(download(rotated)), b = to_floats(download(got));
+    for (size_t i = 0; i < a.size(); ++i) {
+      ASSERT_EQ(b[i], a[i]) << "width " << width << ", heads of " << head_dim << ", token "
+                            << static_cast<int64_t>(i) / o.columns << " column "
+                            << static_cast<int64_t>(i) % o.columns;
+    }
+  }
+}
+
 TEST(QkvCuda, SaysWhatItTakes) {
   TWELL_GPU_TEST();
   const __nv_bfloat16 bias{};

@@ -48,6 +48,7 @@ struct Target {
   int tokens;                 // M
   int q_columns;              // H * hd
   int kv_columns;             // H_kv * hd
+  ScalesOfRows scales;        // of operands in 8 bits
 
   __host__ __device__ int columns() const { return q_columns + 2 * kv_columns; }
 };
@@ -71,11 +72,24 @@ class RotatedTile {
   static constexpr int kSteps = 1 + kHalf + 4;
   static constexpr uint32_t kSharedBytes = 8 * kWarpBytes;
 
-  __device__ __forceinline__ void take(const float (&acc)[128], int first_row, int column_tile) {
+  template <bool kBytes>
+  __device__ __forceinline__ void take(const float (&acc)[128], const ScalesOfRows& scales,
+                                       int first_row, int column_tile) {
+    if constexpr (kBytes) {
+      const int row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+      const float upper = scales.of_row(row), lower = scales.of_row(row + 8);
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      upper_[i] = bf16x2(acc[4 * i], acc[4 * i + 1]);
-      lower_[i] = bf16x2(acc[4 * i + 2], acc[4 * i + 3]);
+      for (int i = 0; i < 32; ++i) {
+        const float2 scale = scales.of_columns(column_tile * 256 + 8 * i + threadIdx.x % 4 * 2);
+        upper_[i] = bf16x2(acc[4 * i] * (upper * scale.x), acc[4 * i + 1] * (upper * scale.y));
+        lower_[i] = bf16x2(acc[4 * i + 2] * (lower * scale.x), acc[4 * i + 3] * (lower * scale.y));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        upper_[i] = bf16x2(acc[4 * i], acc[4 * i + 1]);
+        lower_[i] = bf16x2(acc[4 * i + 2], acc[4 * i + 3]);
+      }
     }
     row_ = first_row + threadIdx.x % 128 / 32 * 16;
     column_ = column_tile * 256;
@@ -226,17 +240,19 @@ constexpr bool may_spread(int steps, int k_steps) {
   return kSpreadFirst + kSpreadEvery * (steps - 1) < k_steps;
 }
 
+template <bool kBytes>
 __device__ __forceinline__ void produce(const Operands& operands, const Ring& ring, uint32_t rank) {
   const TileOrder order{operands.m_pairs, operands.n_tiles, operands.group};
   const int clusters = gridDim.x / kCluster;
   Producer producer{ring, rank};
   for (int tile = blockIdx.x / kCluster; tile < order.count(); tile += clusters) {
     const int row = (order.m_pair(tile) * kCluster + rank) * kTileM;
-    producer.load(operands.map_a, row, operands.map_b, order.n_tile(tile), operands.k_steps);
+    producer.load<kStepColumns<kBytes>>(operands.map_a, row, operands.map_b, order.n_tile(tile),
+                                        operands.k_steps);
   }
 }
 
-template <typename Epilogue>
+template <typename Epilogue, bool kBytes>
 __device__ __forceinline__ void consume(const Operands& operands, const Target& target,
                                         const Ring& ring, uint32_t shared, uint32_t rank,
                                         int warpgroup) {
@@ -249,12 +265,15 @@ __device__ __forceinline__ void consume(const Operands& operands, const Target& 
   // One round more than tiles, without k-steps, runs the last tile's epilogue.
   for (int tile = blockIdx.x / kCluster;; tile += clusters) {
     const int k_steps = tile < order.count() ? operands.k_steps : 0;
+    const Stagger<kBytes, 1> stagger(k_steps, warpgroup);
     int previous = 0;
     for (int k = 0; k < k_steps || !pending.done(); ++k) {
       if (k < k_steps) {
         barrier_wait(ring.full + cursor.stage * 8, cursor.parity);
         const uint32_t stage = ring.stages + cursor.stage * kStageBytes;
-        multiply_step<kTileN>(acc, stage + warpgroup * (kBytesA / 2), stage + kBytesA, k > 0);
+        multiply_step<kTileN, kBytes>(acc, stage + warpgroup * (kBytesA / 2), stage + kBytesA,
+                                      k > 0);
+        stagger.step(k);
       }
       if (k > 0 && k < k_steps) {
         wgmma_wait<1>();
@@ -272,13 +291,15 @@ __device__ __forceinline__ void consume(const Operands& operands, const Target& 
     if (k_steps == 0) break;
     wgmma_wait<0>();
     release(ring, previous);
-    pending.take(acc, (order.m_pair(tile) * kCluster + rank) * kTileM + warpgroup * 64,
-                 order.n_tile(tile));
+    if constexpr (kBytes) wgmma_hold(acc);
+    pending.template take<kBytes>(acc, target.scales,
+                                  (order.m_pair(tile) * kCluster + rank) * kTileM + warpgroup * 64,
+                                  order.n_tile(tile));
   }
   pending.finish();
 }
 
-template <int HeadDim, bool Spread>
+template <int HeadDim, bool Spread, bool kBytes>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     qkv_sm90_kernel(const __grid_constant__ Operands operands,
                     const __grid_constant__ Target target) {
@@ -294,34 +315,43 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     ring.init();
   }
   cluster_sync();
-  run_roles([&] { produce(operands, ring, rank); },
-            [&](int warpgroup) { consume<Tile>(operands, target, ring, shared, rank, warpgroup); });
+  run_roles([&] { produce<kBytes>(operands, ring, rank); },
+            [&](int warpgroup) {
+              consume<Tile, kBytes>(operands, target, ring, shared, rank, warpgroup);
+            });
 }
 
-template <int HeadDim, bool Spread>
+template <int HeadDim, bool Spread, bool kBytes>
 cudaError_t launch(const Operands& operands, const Target& target, int ctas, cudaStream_t stream) {
   constexpr uint32_t kShared = kRingBytes + RotatedTile<HeadDim, Spread>::kSharedBytes;
-  const cudaError_t status = cudaFuncSetAttribute(
-      qkv_sm90_kernel<HeadDim, Spread>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  const auto kernel = qkv_sm90_kernel<HeadDim, Spread, kBytes>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return status;
-  qkv_sm90_kernel<HeadDim, Spread><<<ctas, kThreads, kShared, stream>>>(operands, target);
+  kernel<<<ctas, kThreads, kShared, stream>>>(operands, target);
   return cudaGetLastError();
 }
 
-template <int HeadDim>
+template <int HeadDim, bool kBytes>
 cudaError_t launch(const Operands& operands, const Target& target, int ctas, cudaStream_t stream) {
   return may_spread(RotatedTile<HeadDim, true>::kSteps, operands.k_steps)
-             ? launch<HeadDim, true>(operands, target, ctas, stream)
-             : launch<HeadDim, false>(operands, target, ctas, stream);
+             ? launch<HeadDim, true, kBytes>(operands, target, ctas, stream)
+             : launch<HeadDim, false, kBytes>(operands, target, ctas, stream);
 }
 
 // The product's operands: x [M, D] and w [columns, D].
 Operands operands_of(const QkvCuda& problem, int64_t columns) {
   const int64_t rows = problem.rope.tokens;
   Operands operands{};
-  operands.map_a = gpu::matrix_tensor_map(problem.x, rows, problem.width, kTileM);
-  operands.map_b = gpu::matrix_tensor_map(problem.w, columns, problem.width, kTileN / kCluster);
-  operands.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));
+  const bool bytes = problem.in_bytes();
+  operands.map_a =
+      bytes ? gpu::byte_matrix_tensor_map(problem.x_bytes.values, rows, problem.width, kTileM)
+            : gpu::matrix_tensor_map(problem.x, rows, problem.width, kTileM);
+  operands.map_b =
+      bytes ? gpu::byte_matrix_tensor_map(problem.w_bytes.values, columns, problem.width,
+                                          kTileN / kCluster)
+            : gpu::matrix_tensor_map(problem.w, columns, problem.width, kTileN / kCluster);
+  operands.k_steps = static_cast<int>(ceil_div(problem.width, bytes ? 2 * kTileK : kTileK));
   operands.m_pairs = static_cast<int>(ceil_div(rows, kTileM * kCluster));
   operands.n_tiles = static_cast<int>(ceil_div(columns, kTileN));
   // 8 row tiles of 256 rows by 8 column tiles of 256 are about what 66 clusters run at one time: at
@@ -333,8 +363,8 @@ Operands operands_of(const QkvCuda& problem, int64_t columns) {
 bool supported(const CudaContext& ctx, const QkvCuda& problem) {
   const RopeCuda& rope = problem.rope;
   return ctx.compute_capability() == 90 && (rope.head_dim == 64 || rope.head_dim == 128) &&
-         rope.bias == nullptr && !rope.inverse && problem.width > 0 && problem.width % 8 == 0 &&
-         rope.tokens < int64_t{1} << 30;
+         rope.bias == nullptr && !rope.inverse && problem.width > 0 &&
+         problem.width % (problem.in_bytes() ? 16 : 8) == 0 && rope.tokens < int64_t{1} << 30;
 }
 
 }  // namespace
@@ -360,11 +390,15 @@ void qkv_cuda(CudaContext& ctx, const QkvCuda& problem) {
       .values = rope.values,
       .tokens = static_cast<int>(rope.tokens),
       .q_columns = static_cast<int>(rope.heads * rope.head_dim),
-      .kv_columns = static_cast<int>(rope.kv_heads * rope.head_dim)};
+      .kv_columns = static_cast<int>(rope.kv_heads * rope.head_dim),
+      .scales = {problem.x_bytes.scales, problem.w_bytes.scales, static_cast<int>(rope.tokens),
+                 static_cast<int>(columns)}};
   const Operands operands = operands_of(problem, columns);
   const int ctas =
       kCluster * std::min(ctx.multiprocessors() / kCluster, operands.m_pairs * operands.n_tiles);
-  const auto launch_kernel = rope.head_dim == 64 ? launch<64> : launch<128>;
+  const auto launch_kernel = problem.in_bytes()
+                                 ? (rope.head_dim == 64 ? launch<64, true> : launch<128, true>)
+                                 : (rope.head_dim == 64 ? launch<64, false> : launch<128, false>);
   TWELL_CUDA_CHECK(launch_kernel(operands, target, ctas, ctx.stream()));
 }
 

@@ -69,7 +69,8 @@ __device__ float row_sum(float value) {
 }
 
 // Writes y of one token, and sum if there is a residual. A thread has the pieces of the row whose
-// index is its own plus a multiple of kRowThreads, in registers, and leaves those of y in `row`.
+// index is its own plus a multiple of kRowThreads, in registers, and leaves those of y in `row`;
+// without a y it only does that.
 // kTogether loads all of the residual before the first sum is stored, which takes registers and
 // hides latency where few warps fit on an SM.
 template <int kRowThreads, bool kTogether = false, int kPieces>
@@ -126,7 +127,7 @@ __device__ __forceinline__ void norm_row(const RmsNormCuda& p, int64_t token,
       const float2 v = as_floats(row[i].pair[k]), scale = as_floats(w.pair[k]);
       row[i].pair[k] = __floats2bfloat162_rn(v.x * inv * scale.x, v.y * inv * scale.y);
     }
-    store<kPassing>(y + at, row[i]);
+    if (p.y != nullptr) store<kPassing>(y + at, row[i]);
   }
 }
 

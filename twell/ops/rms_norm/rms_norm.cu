@@ -3,6 +3,8 @@
 
 #include "twell/base/column_sums.cuh"
 #include "twell/base/reduce.cuh"
+#include "twell/base/rounding.h"
+#include "twell/format/byte_rows.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/ops/rms_norm/norm_rows.cuh"
 
@@ -20,6 +22,80 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
   Piece row[kPieces];
   norm_row<kRowThreads>(p, token, row);
 }
+
+template <int kRowThreads, int kPieces>
+__global__ void __launch_bounds__(kThreads) rms_norm_bytes_kernel(RmsNormBytesCuda p) {
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
+  const int64_t token = int64_t{blockIdx.x} * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
+  if (token >= p.norm.tokens) return;  // whole warps only; never taken if a block shares a row
+  Piece row[kPieces];
+  norm_row<kRowThreads>(p.norm, token, row);
+  const int64_t pieces = p.norm.width / kPiece;
+  const int64_t first = threadIdx.x % kRowThreads;
+  float largest = kLeastLargest;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    if (first + int64_t{i} * kRowThreads >= pieces) break;
+#pragma unroll
+    for (int k = 0; k < kPiece / 2; ++k) {
+      const float2 v = as_floats(row[i].pair[k]);
+      largest = fmaxf(largest, fmaxf(fabsf(v.x), fabsf(v.y)));
+    }
+  }
+  largest = warp_max(largest);
+  if constexpr (kRowThreads != 32) {
+    __shared__ float of_warp[kWarps];
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+    __syncthreads();
+    largest = warp_max(of_warp[threadIdx.x % kWarps]);
+  }
+  constexpr float kMost = most_of(ByteType::kE4M3);
+  const float inverse = kMost / largest;
+  const int64_t y_row = p.norm.y_rows == nullptr ? token : p.norm.y_rows[token];
+  auto* values = reinterpret_cast<uint2*>(p.values) + y_row * pieces;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int64_t at = first + int64_t{i} * kRowThreads;
+    if (at >= pieces) break;
+    uint32_t bytes[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float2 a = as_floats(row[i].pair[2 * k]), b = as_floats(row[i].pair[2 * k + 1]);
+      bytes[k] = byte_rows::quantise4<ByteType::kE4M3>(a.x, a.y, b.x, b.y, inverse);
+    }
+    values[at] = {bytes[0], bytes[1]};
+  }
+  if (first == 0) p.scales[y_row] = largest / kMost;
+}
+
+// Calls launch(kernel, rows per block) with the instance of `Kernels` for these sizes.
+template <typename Kernels, typename Launch>
+cudaError_t with_row_kernel(int64_t tokens, int64_t width, const Launch& launch) {
+  if (warp_takes_row(tokens, width)) {
+    constexpr int kRows = kThreads / 32, kCovered = 32 * kPiece;
+    if (width <= 2 * kCovered) return launch(Kernels::template of<32, 2>(), kRows);
+    if (width <= 4 * kCovered) return launch(Kernels::template of<32, 4>(), kRows);
+    return launch(Kernels::template of<32, kWarpWidth / kCovered>(), kRows);
+  }
+  const int64_t covered = int64_t{kThreads} * kPiece;  // values of one piece per thread
+  if (width <= covered) return launch(Kernels::template of<kThreads, 1>(), 1);
+  if (width <= 2 * covered) return launch(Kernels::template of<kThreads, 2>(), 1);
+  if (width <= 4 * covered) return launch(Kernels::template of<kThreads, 4>(), 1);
+  return launch(Kernels::template of<kThreads, 8>(), 1);
+}
+struct NormKernels {
+  template <int kRowThreads, int kPieces>
+  static auto of() {
+    return rms_norm_kernel<kRowThreads, kPieces>;
+  }
+};
+struct NormBytesKernels {
+  template <int kRowThreads, int kPieces>
+  static auto of() {
+    return rms_norm_bytes_kernel<kRowThreads, kPieces>;
+  }
+};
 
 // Backward.
 
@@ -255,22 +331,23 @@ cudaError_t launch_rms_norm(const RmsNormCuda& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (p.tokens == 0) return cudaSuccess;
-  const auto launch = [&](void (*kernel)(RmsNormCuda), int64_t rows_per_block = 1) {
-    const int64_t blocks = (p.tokens + rows_per_block - 1) / rows_per_block;
-    return gpu::launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
-                                 p);
-  };
-  if (warp_takes_row(p.tokens, p.width)) {
-    constexpr int kRows = kThreads / 32, kCovered = 32 * kPiece;
-    if (p.width <= 2 * kCovered) return launch(rms_norm_kernel<32, 2>, kRows);
-    if (p.width <= 4 * kCovered) return launch(rms_norm_kernel<32, 4>, kRows);
-    return launch(rms_norm_kernel<32, kWarpWidth / kCovered>, kRows);
+  return with_row_kernel<NormKernels>(p.tokens, p.width, [&](auto kernel, int64_t rows) {
+    return gpu::launch_dependent(kernel, dim3(static_cast<unsigned>(ceil_div(p.tokens, rows))),
+                                 kThreads, 0, stream, p);
+  });
+}
+
+cudaError_t launch_rms_norm_bytes(const RmsNormBytesCuda& p, cudaStream_t stream) {
+  const RmsNormCuda& norm = p.norm;
+  if (norm.width % (2 * kPiece) != 0 || norm.width > kMaxNormWidth || norm.width <= 0 ||
+      norm.y != nullptr) {
+    return cudaErrorInvalidValue;
   }
-  const int64_t covered = int64_t{kThreads} * kPiece;  // values of one piece per thread
-  if (p.width <= covered) return launch(rms_norm_kernel<kThreads, 1>);
-  if (p.width <= 2 * covered) return launch(rms_norm_kernel<kThreads, 2>);
-  if (p.width <= 4 * covered) return launch(rms_norm_kernel<kThreads, 4>);
-  return launch(rms_norm_kernel<kThreads, 8>);
+  if (norm.tokens == 0) return cudaSuccess;
+  return with_row_kernel<NormBytesKernels>(norm.tokens, norm.width, [&](auto kernel, int64_t rows) {
+    return gpu::launch_dependent(kernel, dim3(static_cast<unsigned>(ceil_div(norm.tokens, rows))),
+                                 kThreads, 0, stream, p);
+  });
 }
 
 int64_t rms_norm_backward_partials(int64_t tokens) {

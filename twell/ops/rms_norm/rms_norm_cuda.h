@@ -30,6 +30,15 @@ struct RmsNormCuda {
 };
 cudaError_t launch_rms_norm(const RmsNormCuda& problem, cudaStream_t stream);
 
+// The same with y in 8 bits, a scale per token (format/byte_matrix.h), quantised from its bf16
+// values. `norm` has no y; its y_rows are rows of `values` and `scales`.
+struct RmsNormBytesCuda {
+  RmsNormCuda norm;           // D a multiple of 16
+  uint8_t* values = nullptr;  // [M, D] e4m3
+  float* scales = nullptr;    // [M]
+};
+cudaError_t launch_rms_norm_bytes(const RmsNormBytesCuda& problem, cudaStream_t stream);
+
 // d_s = d_residual + gradient through the norm;  d_weight += sum over tokens of d_y * s / rms
 // 1 / rms is recomputed from s, which is read anyway. The order of additions depends only on M and
 // D.

@@ -7,6 +7,7 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
+#include "twell/format/byte_matrix_cuda.h"
 #include "twell/ops/rms_norm/rms_norm.h"
 #include "twell/ops/rms_norm/rows_testing.h"
 
@@ -97,6 +98,39 @@ TEST(RmsNormCudaTest, RefusesWidths) {
   TWELL_SKIP_WITHOUT_GPU();
   for (const int64_t width : {int64_t{12}, kMaxNormWidth + 8}) {
     EXPECT_EQ(launch_rms_norm({.tokens = 1, .width = width}, nullptr), cudaErrorInvalidValue);
+  }
+}
+
+TEST(RmsNormBytesCuda, EqualsTheNormQuantisedAfterwards) {
+  TWELL_GPU_TEST();
+  for (const auto& [tokens, width] : std::vector<std::pair<int64_t, int64_t>>{
+           {1, 16}, {7, 272}, {130, 2048}, {1100, 1040}, {1500, 2048}, {40, 8192}, {3, 16384}}) {
+    const auto x = upload(random_bf16(tokens * width, 1, 2.0f));
+    const auto weight = upload(random_bf16(width, 2));
+    const auto y = poisoned<__nv_bfloat16>(tokens * width);
+    const std::vector<int32_t> order = shuffled_rows(tokens);
+    const auto rows = upload(order);
+    const auto want = poisoned<uint8_t>(tokens * width), got = poisoned<uint8_t>(tokens * width);
+    const auto want_scales = poisoned<float>(tokens), got_scales = poisoned<float>(tokens);
+    RmsNormCuda norm{.tokens = tokens,
+                     .width = width,
+                     .x = x.data(),
+                     .weight = weight.data(),
+                     .y = y.data(),
+                     .y_rows = rows.data()};
+    TWELL_CUDA_CHECK(launch_rms_norm(norm, stream.get()));
+    TWELL_CUDA_CHECK(launch_quantise_rows({.rows = tokens,
+                                           .cols = width,
+                                           .x = y.data(),
+                                           .values = want.data(),
+                                           .scales = want_scales.data()},
+                                          stream.get()));
+    norm.y = nullptr;
+    TWELL_CUDA_CHECK(launch_rms_norm_bytes(
+        {.norm = norm, .values = got.data(), .scales = got_scales.data()}, stream.get()));
+    stream.synchronize();
+    EXPECT_EQ(download(got), download(want)) << tokens << " x " << width;
+    EXPECT_EQ(download(got_scales), download(want_scales)) << tokens << " x " << width;
   }
 }
 

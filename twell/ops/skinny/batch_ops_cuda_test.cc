@@ -283,5 +283,86 @@ TEST_F(BatchOpsCuda, RefusesOtherShapes) {
   EXPECT_FALSE(takes(Qkv{.input = {.tokens = 9, .width = 64}, .head_dim = 96}));
 }
 
+// Operands in e4m3 against sums of what their bytes stand for.
+struct BytesOnDevice {
+  BytesOnDevice(int64_t rows, int64_t cols, uint64_t stream, float scale) {
+    Floats values = to_floats(random_bf16(rows * cols, stream, scale));
+    // Rows of different sizes show a scale that is applied to another one.
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = std::ldexp(values[i], static_cast<int>(i / at(cols) % 5) - 2);
+    }
+    host = quantise_rows(ByteType::kE4M3, ConstMatrixF(values.data(), rows, cols));
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t col = 0; col < cols; ++col) wide.push_back(host.view().at(row, col));
+    }
+    bytes = upload(host.values);
+    scales = upload(host.scales);
+  }
+  ByteRowsCuda view() const { return {bytes.data(), scales.data()}; }
+  OwnedByteMatrix host;
+  Floats wide;
+  DeviceBuffer<uint8_t> bytes;
+  DeviceBuffer<float> scales;
+};
+// The tensor cores add with at least 13 bits of mantissa.
+constexpr double kByteSumError = 1.0 / (1 << 12);
+
+TEST(BatchOpsBytesCuda, LinearEqualsTheProduct) {
+  TWELL_HOPPER_TEST();
+  for (const auto& [tokens, width, cols] :
+       {Shape{1, 64, 64}, Shape{7, 272, 72}, Shape{33, 2048, 1000}, Shape{64, 5632, 328}}) {
+    SCOPED_TRACE(testing::Message() << tokens << " x " << width << " x " << cols);
+    const BytesOnDevice x(tokens, width, 1, 1.0f), w(cols, width, 2, 0.05f);
+    const auto residual = random_bf16(tokens * cols, 3);
+    const auto y = upload(residual);
+    TWELL_CUDA_CHECK(
+        launch_linear({.input = {.tokens = tokens, .width = width, .x_bytes = x.view()},
+                       .cols = cols,
+                       .residual = y.data(),
+                       .y = y.data(),
+                       .w_bytes = w.view()},
+                      stream.get()));
+    stream.synchronize();
+    const Floats got = to_floats(download(y)), before = to_floats(residual);
+    const Products want = products(x.wide, w.wide, tokens, cols, width);
+    for (size_t i = 0; i < got.size(); ++i) {
+      const double value = want.value[i] + before[i];
+      ASSERT_NEAR(got[i], value, std::abs(value) * kRounding + want.size[i] * kByteSumError) << i;
+    }
+  }
+}
+
+TEST(BatchOpsBytesCuda, GateUpEqualsTheProducts) {
+  TWELL_HOPPER_TEST();
+  for (const bool gated : {true, false}) {
+    for (const auto& [tokens, width, ffn] :
+         {Shape{1, 64, 48}, Shape{9, 528, 304}, Shape{64, 2048, 400}}) {
+      SCOPED_TRACE(testing::Message() << gated << ": " << tokens << " x " << width << " x " << ffn);
+      const BytesOnDevice x(tokens, width, 1, 1.0f), gate(ffn, width, 2, 0.05f),
+          up(ffn, width, 3, 0.05f);
+      const auto h = poisoned<__nv_bfloat16>(tokens * ffn);
+      TWELL_CUDA_CHECK(
+          launch_gate_up({.input = {.tokens = tokens, .width = width, .x_bytes = x.view()},
+                          .ffn = ffn,
+                          .h = h.data(),
+                          .gate_bytes = gated ? gate.view() : ByteRowsCuda{},
+                          .up_bytes = up.view()},
+                         stream.get()));
+      stream.synchronize();
+      const Floats got = to_floats(download(h));
+      const Products g = products(x.wide, gate.wide, tokens, ffn, width),
+                     u = products(x.wide, up.wide, tokens, ffn, width);
+      for (size_t i = 0; i < got.size(); ++i) {
+        const double of_u = u.size[i] * kByteSumError, of_g = g.size[i] * kByteSumError;
+        const double value =
+            gated ? std::max(g.value[i], 0.0) * u.value[i] : std::max(u.value[i], 0.0);
+        const double error =
+            gated ? of_g * (std::abs(u.value[i]) + of_u) + std::max(g.value[i], 0.0) * of_u : of_u;
+        ASSERT_NEAR(got[i], value, std::abs(value) * kRounding + error) << i;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace twell::batch_ops

@@ -27,7 +27,7 @@ using namespace gpu;
 
 constexpr int kRows = 64;         // weight rows of a tile
 constexpr int kHalf = kRows / 2;  // rows of one box of weights
-constexpr int kBlock = 64;        // values of k per stage
+constexpr int kBlock = 64;        // values of k per stage, in bf16; twice as many bytes of e4m3
 constexpr int kRowBytes = kBlock * 2;
 constexpr int kStageBytes = kRows * kRowBytes;  // of weights; x has as much room
 constexpr int kWeightStages = 8;
@@ -47,7 +47,21 @@ struct Params {
   int blocks;     // of k
   bool constant;  // the weights may be read before the previous kernel ends
   ActivityCuda* activity;
+  // Of operands in e4m3: the scales of x and of the rows of both halves, and their numbers.
+  const float *x_scales, *first_scales, *second_scales;
+  int weight_rows;
 };
+
+// The scales of four rows from `row` on, times that of a token; 0 past the last row, a multiple of
+// 8, where nothing is stored.
+__device__ __forceinline__ void scale4(float (&v)[4], float token, const float* scales, int row,
+                                       int rows) {
+  const float4 s = row < rows ? *reinterpret_cast<const float4*>(scales + row) : float4{};
+  v[0] *= token * s.x;
+  v[1] *= token * s.y;
+  v[2] *= token * s.z;
+  v[3] *= token * s.w;
+}
 
 // Four consecutive results of a token.
 __device__ __forceinline__ void store4(__nv_bfloat16* to, const float (&v)[4]) {
@@ -200,10 +214,12 @@ struct QkvRows {
   }
 };
 
-// Grid: CTAs of a cluster in x, tiles in y.
-template <typename Rows>
+// Grid: CTAs of a cluster in x, tiles in y. kE4m3: x and the weights are e4m3.
+template <typename Rows, bool kE4m3>
 __global__ void __launch_bounds__(kThreads, 2)
     batch_ops_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Rows rows) {
+  static_assert(!(kE4m3 && Rows::kDown));
+  constexpr int kColumns = kE4m3 ? 2 * kBlock : kBlock;  // of a stage
   extern __shared__ uint8_t unaligned[];
   __shared__ uint64_t weights_full[kWeightStages], input_full[kInputStages];
   __shared__ uint64_t empty[kWeightStages];  // the product of the block is done
@@ -234,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const auto load_weights = [&](int block) {
         const uint32_t to = ring + block % kWeightStages * kStageBytes;
         const uint32_t full = smem_address(&weights_full[block % kWeightStages]);
-        const int k = (first + block) * kBlock;
+        const int k = (first + block) * kColumns;
         barrier_arrive_expect(full, kStageBytes);
         if constexpr (Rows::kDown) {
           tensor_load(to, &p.first, row.x, k, full);
@@ -254,8 +270,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
         const uint32_t full = smem_address(&input_full[block % kInputStages]);
         barrier_arrive_expect(full, p.tokens * kRowBytes);
-        tensor_load(input_ring + block % kInputStages * kStageBytes, &p.x, (first + block) * kBlock,
-                    0, full);
+        tensor_load(input_ring + block % kInputStages * kStageBytes, &p.x,
+                    (first + block) * kColumns, 0, full);
         if (before >= 0 && before + kWeightStages < count) load_weights(before + kWeightStages);
       }
     }
@@ -271,9 +287,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       const uint64_t x = k_major_operand(input_ring + block % kInputStages * kStageBytes);
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kBlock / 16; ++step) {
-        wgmma<64, false, Rows::kDown>(acc, w + step * (Rows::kDown ? 2048 : 32) / 16,
-                                      x + step * 32 / 16, block > 0 || step > 0);
+      for (int step = 0; step < kBlock / 16; ++step) {  // 32 bytes of a row each
+        const bool adds = block > 0 || step > 0;
+        if constexpr (kE4m3) {
+          wgmma_e4m3<64>(acc, w + step * 32 / 16, x + step * 32 / 16, adds);
+        } else {
+          wgmma<64, false, Rows::kDown>(acc, w + step * (Rows::kDown ? 2048 : 32) / 16,
+                                        x + step * 32 / 16, adds);
+        }
       }
       wgmma_commit();
       wgmma_wait<1>();
@@ -316,6 +337,12 @@ __global__ void __launch_bounds__(kThreads, 2)
         a[0] += low.x, a[1] += low.y, a[2] += low.z, a[3] += low.w;
         b[0] += high.x, b[1] += high.y, b[2] += high.z, b[3] += high.w;
       }
+      if constexpr (kE4m3) {
+        const int2 row = rows.first_rows(tile);
+        const float of_token = p.x_scales[token];
+        scale4(a, of_token, p.first_scales, row.x + at, p.weight_rows);
+        scale4(b, of_token, p.second_scales, row.y + at, p.weight_rows);
+      }
       active += rows.finish(tile, token, at, a, b);
     }
     if (p.activity != nullptr) {
@@ -341,9 +368,9 @@ int split_of(int tiles, int blocks, int multiprocessors) {
   return split;
 }
 
-template <typename Rows>
-cudaError_t launch(const Params& params, const Rows& rows, int tiles, cudaStream_t stream) {
-  const auto kernel = batch_ops_sm90_kernel<Rows>;
+template <bool kE4m3, typename Rows>
+cudaError_t launch_as(const Params& params, const Rows& rows, int tiles, cudaStream_t stream) {
+  const auto kernel = batch_ops_sm90_kernel<Rows, kE4m3>;
   int multiprocessors = 0;
   cudaError_t status = device_attribute(multiprocessors, cudaDevAttrMultiProcessorCount);
   if (status == cudaSuccess) {
@@ -355,9 +382,18 @@ cudaError_t launch(const Params& params, const Rows& rows, int tiles, cudaStream
                                    stream, params, rows);
 }
 
+template <typename Rows>
+cudaError_t launch(const Params& params, const Rows& rows, int tiles, cudaStream_t stream) {
+  if constexpr (!Rows::kDown) {
+    if (params.x_scales != nullptr) return launch_as<true>(params, rows, tiles, stream);
+  }
+  return launch_as<false>(params, rows, tiles, stream);
+}
+
+bool in_bytes(const Input& input) { return !input.x_bytes.empty(); }
 bool valid(const Input& input) {
   return input.tokens >= 1 && input.tokens <= kMaxTokens && input.width > 0 &&
-         input.width % 8 == 0 && input.norm == nullptr;
+         input.width % (in_bytes(input) ? 16 : 8) == 0 && input.norm == nullptr;
 }
 int parts(int64_t count, int of) { return static_cast<int>((count + of - 1) / of); }
 
@@ -366,21 +402,39 @@ Params params_of(const Input& input, ActivityCuda* activity) {
   // A box of these tokens alone: TMA takes longer to fill rows outside the matrix with zeros. The
   // rest of a stage is never written, and only results of tokens that do not exist come from it.
   const auto tokens = static_cast<int32_t>(input.tokens);
-  params.x = matrix_tensor_map(input.x, tokens, input.width, tokens);
+  params.x = in_bytes(input)
+                 ? byte_matrix_tensor_map(input.x_bytes.values, tokens, input.width, tokens)
+                 : matrix_tensor_map(input.x, tokens, input.width, tokens);
+  params.x_scales = input.x_bytes.scales;
   params.tokens = tokens;
-  params.blocks = parts(input.width, kBlock);
+  params.blocks = parts(input.width, in_bytes(input) ? 2 * kBlock : kBlock);
   params.constant = input.constant_weights;
   params.activity = activity;
   return params;
 }
 
+// The weights of both halves, [rows, D] each, in bf16 or e4m3.
+void set_weights(Params& params, const Input& input, int64_t rows, const __nv_bfloat16* first,
+                 const __nv_bfloat16* second, const ByteRowsCuda& first_bytes,
+                 const ByteRowsCuda& second_bytes) {
+  const auto map = [&](const __nv_bfloat16* w, const ByteRowsCuda& bytes) {
+    return in_bytes(input) ? byte_matrix_tensor_map(bytes.values, rows, input.width, kHalf)
+                           : matrix_tensor_map(w, rows, input.width, kHalf);
+  };
+  params.first = map(first, first_bytes);
+  params.second = map(second, second_bytes);
+  params.first_scales = first_bytes.scales;
+  params.second_scales = second_bytes.scales;
+  params.weight_rows = static_cast<int>(rows);
+}
+
 }  // namespace
 
 cudaError_t launch_linear(const Linear& problem, cudaStream_t stream) {
-  const auto& [input, cols, w, residual, y, f32_out] = problem;
+  const auto& [input, cols, w, residual, y, f32_out, w_bytes] = problem;
   if (!valid(input) || cols % 8 != 0) return cudaErrorInvalidValue;
   Params params = params_of(input, nullptr);
-  params.first = params.second = matrix_tensor_map(w, cols, input.width, kHalf);
+  set_weights(params, input, cols, w, w, w_bytes, w_bytes);
   return launch<LinearRows>(params, {cols, residual, y, f32_out, 0}, parts(cols, kRows), stream);
 }
 
@@ -399,7 +453,7 @@ cudaError_t launch_qkv(const Qkv& problem, cudaStream_t stream) {
   if (!takes(problem)) return cudaErrorInvalidValue;
   const int64_t cols = (problem.heads + 2 * problem.kv_heads) * problem.head_dim;
   Params params = params_of(input, nullptr);
-  params.first = params.second = matrix_tensor_map(problem.w, cols, input.width, kHalf);
+  set_weights(params, input, cols, problem.w, problem.w, problem.w_bytes, problem.w_bytes);
   const QkvRows rows{static_cast<int>(problem.heads),
                      static_cast<int>(problem.kv_heads),
                      static_cast<int>(problem.head_dim),
@@ -419,14 +473,14 @@ cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream) {
   const Input& input = problem.input;
   if (!valid(input) || problem.ffn % 8 != 0) return cudaErrorInvalidValue;
   Params params = params_of(input, problem.activity);
-  params.second = matrix_tensor_map(problem.w_up, problem.ffn, input.width, kHalf);
-  if (problem.w_gate == nullptr) {
-    params.first = params.second;
+  const bool gated = problem.w_gate != nullptr || !problem.gate_bytes.empty();
+  set_weights(params, input, problem.ffn, gated ? problem.w_gate : problem.w_up, problem.w_up,
+              gated ? problem.gate_bytes : problem.up_bytes, problem.up_bytes);
+  if (!gated) {
     return launch<LinearRows>(
         params, {problem.ffn, nullptr, problem.h, 0, problem.squared ? 2 : 1, problem.threshold},
         parts(problem.ffn, kRows), stream);
   }
-  params.first = matrix_tensor_map(problem.w_gate, problem.ffn, input.width, kHalf);
   return launch<GateUpRows>(
       params, {problem.ffn, problem.h, problem.squared, problem.up_relu, problem.threshold},
       parts(problem.ffn, kHalf), stream);

@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
+#include "twell/format/byte_matrix_cuda.h"
 #include "twell/ops/skinny/row_tokens.h"
 
 namespace twell::layer_ops {
@@ -36,6 +37,9 @@ struct Input {
   float eps = 1e-5f;
   // True if nothing enqueued earlier on the stream writes the weights.
   bool constant_weights = false;
+  // x [M, D] in e4m3, in place of that in bf16, with weights in e4m3 (their *_bytes); batch_ops.h
+  // alone, D a multiple of 16.
+  ByteRowsCuda x_bytes;
 };
 
 struct Linear {
@@ -45,6 +49,7 @@ struct Linear {
   const __nv_bfloat16* residual = nullptr;  // [M, N], may be y; or null
   void* y = nullptr;                        // [M, N] bf16, or f32
   bool f32_out = false;
+  ByteRowsCuda w_bytes;  // [N, D]
 };
 cudaError_t launch_linear(const Linear& problem, cudaStream_t stream);
 
@@ -63,6 +68,7 @@ struct Qkv {
   int64_t q_stride = 0;
   __nv_bfloat16* keys = nullptr;    // [rows, H_kv * hd]; token m goes to row cache_rows[m]
   __nv_bfloat16* values = nullptr;  // [rows, H_kv * hd]
+  ByteRowsCuda w_bytes;             // [(H + 2 H_kv) * hd, D]
 };
 cudaError_t launch_qkv(const Qkv& problem, cudaStream_t stream);
 
@@ -76,6 +82,7 @@ struct GateUp {
   bool up_relu = false;                   // dReLU: the ReLU of x w_up^T too
   float threshold = 0.0f;                 // of FATReLU, which compares g rounded to bf16
   ActivityCuda* activity = nullptr;       // tokens and nnz are added; may be null
+  ByteRowsCuda gate_bytes, up_bytes;      // [F, D]; the former empty without a gate
 };
 cudaError_t launch_gate_up(const GateUp& problem, cudaStream_t stream);
 

@@ -23,8 +23,10 @@ namespace {
 struct Implementation {
   const char* name;
   void (*run)(CudaContext&, const GateGemmCuda&);
+  bool bytes = false;  // on operands in e4m3, with scales of 1/2 and 2
 };
 constexpr Implementation kHopper{"Hopper", gate_gemm_cuda};
+constexpr Implementation kHopperBytes{"HopperBytes", gate_gemm_cuda, true};
 constexpr Implementation kPortable{"Portable", gate_gemm_sm80_cuda};
 
 #define GPU_TEST_OF(implementation)                                               \
@@ -32,6 +34,13 @@ constexpr Implementation kPortable{"Portable", gate_gemm_sm80_cuda};
   if ((implementation).run == gate_gemm_cuda && ctx.compute_capability() != 90) { \
     GTEST_SKIP() << ctx.device_name() << " is not a Hopper GPU";                  \
   }
+
+// Small integers, which e4m3 holds exactly up to 16.
+std::vector<uint8_t> to_bytes(const std::vector<int>& values) {
+  std::vector<uint8_t> bytes;
+  for (const int value : values) bytes.push_back(to_e4m3(static_cast<float>(value)));
+  return bytes;
+}
 
 // A gate GEMM with its buffers, poisoned before each run.
 struct PackedGate {
@@ -56,6 +65,17 @@ struct PackedGate {
     problem.ffn = shape.cols;
     problem.x = device_x.data();
     problem.w_gate = device_w.data();
+    DeviceBuffer<uint8_t> x_bytes, w_bytes;
+    DeviceBuffer<float> x_scales, w_scales;
+    if (gate_gemm.bytes) {
+      x_bytes = upload(to_bytes(x));
+      w_bytes = upload(to_bytes(w));
+      x_scales = upload(std::vector<float>(static_cast<size_t>(shape.rows), 0.5f));
+      w_scales = upload(std::vector<float>(static_cast<size_t>(shape.cols), 2.0f));
+      problem.x = problem.w_gate = nullptr;
+      problem.x_bytes = {x_bytes.data(), x_scales.data()};
+      problem.w_gate_bytes = {w_bytes.data(), w_scales.data()};
+    }
     problem.out = {shape, device_words.data(), reinterpret_cast<BF16*>(device_spill.data()),
                    shape.max_spill_slots(), device_nnz.data()};
     if (graph_replays > 0) {
@@ -128,6 +148,21 @@ TEST_P(GateGemmCudaTest, PacksWhatTheDenseGateHas) {
   const PackedGate run(gate_gemm, ctx, stream, shape, c.width, x, w);
   run.check(c.width, x, w, c.row_step);
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    Bytes, GateGemmCudaTest,
+    testing::Combine(testing::Values(kHopperBytes),
+                     testing::Values(Case{1, 64, 256, 8, -3}, Case{127, 128, 512, 8, -16},
+                                     Case{129, 80, 520, 8, 0}, Case{300, 192, 1000, 4, -5},
+                                     Case{513, 256, 2048, 2, 0}, Case{200, 16, 256, 8, -1},
+                                     Case{64, 1600, 8200, 8, -14, 7},
+                                     Case{140, 64, 66000, 8, -15, 9},
+                                     Case{2200, 80, 2048, 8, -8, 7},
+                                     Case{65537, 64, 264, 8, -12, 331})),
+    [](const auto& test) {
+      const Case& c = std::get<1>(test.param);
+      return fmt::format("{}_{}x{}x{}", std::get<0>(test.param).name, c.tokens, c.width, c.ffn);
+    });
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, GateGemmCudaTest,

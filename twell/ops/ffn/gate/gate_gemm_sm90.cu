@@ -43,9 +43,10 @@ struct Params {
   PackTarget out;
   int k_steps;  // ceil(D / kTileK)
   paired_gemm::UnitOrder order;
-  const int32_t* condition;  // the kernel runs unless this holds 0; null: it runs
-  int32_t* packed;           // GateProgress::words
-  uint32_t cut;              // of FATReLU
+  const int32_t* condition;          // the kernel runs unless this holds 0; null: it runs
+  int32_t* packed;                   // GateProgress::words
+  uint32_t cut;                      // of FATReLU
+  paired_gemm::ScalesOfRows scales;  // of operands in 8 bits
 };
 
 // Packs one WGMMA accumulator tile, 64 tokens by 256 neurons per warpgroup, into TwELL: from
@@ -118,12 +119,25 @@ class PackedTile {
       upper_[i] = relu_bf16x2(acc[4 * i], acc[4 * i + 1]);
       lower_[i] = relu_bf16x2(acc[4 * i + 2], acc[4 * i + 3]);
     }
-    if (cut == 0) return;
+    clear_up_to<N>(cut);
+  }
+
+  // The same of a product in 8 bits, whose first row and column these are.
+  template <int N>
+  __device__ __forceinline__ void take_scaled(const float (&acc)[128], uint32_t cut,
+                                              const paired_gemm::ScalesOfRows& scales,
+                                              int first_row, int first_column) {
+    const int row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int column = first_column + 2 * (threadIdx.x % 4);
+    const float upper = scales.of_row(row), lower = scales.of_row(row + 8);
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
-      upper_[i] = gpu::above(upper_[i], cut);
-      lower_[i] = gpu::above(lower_[i], cut);
+      const float2 scale = scales.of_columns(column + 8 * i);
+      upper_[i] = relu_bf16x2(acc[4 * i] * (upper * scale.x), acc[4 * i + 1] * (upper * scale.y));
+      lower_[i] =
+          relu_bf16x2(acc[4 * i + 2] * (lower * scale.x), acc[4 * i + 3] * (lower * scale.y));
     }
+    clear_up_to<N>(cut);
   }
 
   // Starts packing 64 rows from first_row on and 256 columns, in up to 10 steps, each short enough
@@ -198,6 +212,17 @@ class PackedTile {
 
  private:
   enum class Step { kCount, kPlace, kStore };
+
+  // FATReLU makes values up to its threshold 0.
+  template <int N>
+  __device__ __forceinline__ void clear_up_to(uint32_t cut) {
+    if (cut == 0) return;
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      upper_[i] = gpu::above(upper_[i], cut);
+      lower_[i] = gpu::above(lower_[i], cut);
+    }
+  }
 
   // TMA reads rows past the last token and past the last neuron as zeros, whose products with Inf
   // or NaN are NaN. Such values must not be stored, because the output has no place for them. Whole
@@ -366,6 +391,7 @@ using paired_gemm::Schedule;
 using paired_gemm::Unit;
 using paired_gemm::UnitOrder;
 
+template <bool kBytes>
 __device__ __forceinline__ void produce(const Params& params, const Ring& ring, uint32_t rank) {
   const UnitOrder order = params.order;
   const int clusters = gridDim.x / kCluster;
@@ -378,8 +404,9 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
       gpu::allow_next_kernel();
     }
     const Unit unit = order.locate(index, rank);
-    producer.load(unit.half ? params.map_x_half : params.map_x, unit.row, params.map_w, unit.n_tile,
-                  params.k_steps, unit.half ? kStageBytes - kBytesA / 2 : kStageBytes);
+    producer.load<paired_gemm::kStepColumns<kBytes>>(
+        unit.half ? params.map_x_half : params.map_x, unit.row, params.map_w, unit.n_tile,
+        params.k_steps, unit.half ? kStageBytes - kBytesA / 2 : kStageBytes);
   }
 }
 
@@ -422,7 +449,10 @@ struct PackedUnits {
 
 constexpr uint32_t kSharedBytes = paired_gemm::kRingBytes + PackedUnits::kBytes;
 
+constexpr int kStaggerBarrier = 2;
+
 // State of a consumer warpgroup, kept across units.
+template <bool kBytes>
 struct Consumer {
   const Params& params;
   const Ring& ring;
@@ -434,16 +464,18 @@ struct Consumer {
   // Computes 64 tokens by N neurons of a unit. The warpgroups of a whole unit take different
   // tokens; those of a half unit take different neurons.
   template <int N>
-  __device__ __forceinline__ void multiply(float (&acc)[128]) {
+  __device__ __forceinline__ void multiply(float (&acc)[128], const Unit& unit) {
     using namespace gpu;
     const uint32_t a = ring.stages + (N == kTileN ? warpgroup * (kBytesA / 2) : 0);
     const uint32_t b = ring.stages + kBytesA + (N == kTileN ? 0 : warpgroup * (kBytesB / 2));
+    const paired_gemm::Stagger<kBytes, kStaggerBarrier> stagger(params.k_steps, warpgroup);
     int previous = 0;
     for (int k = 0; k < params.k_steps || !pending.done(); ++k) {
       if (k < params.k_steps) {
         barrier_wait(ring.full + cursor.stage * 8, cursor.parity);
         const uint32_t offset = cursor.stage * kStageBytes;
-        multiply_step<N>(acc, a + offset, b + offset, k > 0);
+        multiply_step<N, kBytes>(acc, a + offset, b + offset, k > 0);
+        stagger.step(k);
       }
       if (k > 0 && k < params.k_steps) {
         wgmma_wait<1>();
@@ -454,8 +486,10 @@ struct Consumer {
         cursor.advance();
       }
       // Packing steps run in every other k-step from the third on: steps in consecutive k-steps, or
-      // from a tile's start, cost more than they hide. At D = 2048 all 10 steps fit.
-      if ((k >= 3 && k % 2 == 1) || k >= params.k_steps) {
+      // from a tile's start, cost more than they hide. At D = 2048 all 10 steps fit. Products in 8
+      // bits have half as many k-steps and use each.
+      const bool now = k >= 3 && (kBytes || k % 2 == 1);
+      if (now || k >= params.k_steps) {
         const bool packing = !pending.done();
         pending.advance(params.out);
         if (N < kTileN && packing && pending.done()) units.arrive(PackedUnits::kLastWhole);
@@ -463,22 +497,30 @@ struct Consumer {
     }
     wgmma_wait<0>();
     release(ring, previous);
-    pending.take<N>(acc, params.cut);
+    if constexpr (kBytes) {
+      wgmma_hold(acc);
+      pending.take_scaled<N>(acc, params.cut, params.scales,
+                             unit.row + (N == kTileN ? warpgroup * 64 : 0),
+                             unit.n_tile * kTileN + (N == kTileN ? 0 : warpgroup * N));
+    } else {
+      pending.take<N>(acc, params.cut);
+    }
   }
 };
 
+template <bool kBytes>
 __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
                                         const PackedUnits& units, uint32_t rank, int warpgroup) {
   using namespace gpu;
   const UnitOrder order = params.order;
   const int clusters = gridDim.x / kCluster;
-  Consumer consumer{params, ring, units, warpgroup};
+  Consumer<kBytes> consumer{params, ring, units, warpgroup};
   float acc[128];
   int index = blockIdx.x / kCluster;
   for (; index < order.whole; index += clusters) {
-    consumer.multiply<kTileN>(acc);
+    const Unit unit = order.locate(index, rank);
+    consumer.template multiply<kTileN>(acc, unit);
     if (index + clusters < order.count()) {
-      const Unit unit = order.locate(index, rank);
       consumer.pending.begin(unit.row + warpgroup * 64, unit.n_tile);
     }
     // All units before this one are packed by now.
@@ -492,17 +534,14 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
   // A CTA has at most one half unit. Its last unit is packed through the ring buffer's memory,
   // which nothing writes any more.
   const bool half = index < order.count();
-  if (half) {
-    consumer.multiply<kTileN / 2>(acc);
-  } else {
-    index -= clusters;
-  }
+  if (!half) index -= clusters;
   const Unit unit = order.locate(index, rank);
+  if (half) consumer.template multiply<kTileN / 2>(acc, unit);
   named_barrier(1, kConsumers * 128);
   if (half) {
-    consumer.pending.stage<kTileN / 2>(ring.stages, warpgroup);
+    consumer.pending.template stage<kTileN / 2>(ring.stages, warpgroup);
   } else {
-    consumer.pending.stage<kTileN>(ring.stages + warpgroup * (64 * kStagedRowBytes), 0);
+    consumer.pending.template stage<kTileN>(ring.stages + warpgroup * (64 * kStagedRowBytes), 0);
   }
   named_barrier(1, kConsumers * 128);
   wait_for_previous_kernel();
@@ -516,6 +555,7 @@ __device__ __forceinline__ void consume(const Params& params, const Ring& ring,
 
 // Launched as a dependent of the kernel that clears row_nnz, which itself starts only after all
 // earlier work is complete. So this kernel waits only for the cleared row_nnz.
+template <bool kBytes>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gate_gemm_sm90_kernel(const __grid_constant__ Params params) {
   using namespace gpu;
@@ -536,21 +576,23 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                                  // predecessor
     return;
   }
-  paired_gemm::run_roles([&] { produce(params, ring, rank); },
-                         [&](int warpgroup) { consume(params, ring, units, rank, warpgroup); },
-                         [&] { units.tell(params); });
+  paired_gemm::run_roles(
+      [&] { produce<kBytes>(params, ring, rank); },
+      [&](int warpgroup) { consume<kBytes>(params, ring, units, rank, warpgroup); },
+      [&] { units.tell(params); });
 }
 
 // Clears row_nnz and the words of params.packed first. ctas is a multiple of kCluster.
+template <bool kBytes>
 cudaError_t launch(const Params& params, int64_t progress_words, int ctas, cudaStream_t stream) {
-  cudaError_t status = cudaFuncSetAttribute(
-      gate_gemm_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const auto kernel = gate_gemm_sm90_kernel<kBytes>;
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
   status = launch_clear_counts(params.out.row_nnz, params.out.tokens, params.packed,
                                params.packed == nullptr ? 0 : progress_words, stream);
   if (status != cudaSuccess) return status;
-  return gpu::launch_dependent(gate_gemm_sm90_kernel, dim3(ctas), kThreads, kSharedBytes, stream,
-                               params);
+  return gpu::launch_dependent(kernel, dim3(ctas), kThreads, kSharedBytes, stream, params);
 }
 
 }  // namespace
@@ -602,13 +644,21 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   TWELL_CHECK(problem.out.spill_slots >= problem.out.shape.max_spill_slots(),
               "gate GEMM: {} spill slots, expected {}", problem.out.spill_slots,
               problem.out.shape.max_spill_slots());
+  TWELL_CHECK(!problem.in_bytes() || problem.width % 16 == 0,
+              "gate GEMM in 8 bits: width {} must be a multiple of 16", problem.width);
   if (problem.tokens == 0) return;
   const Schedule schedule(ctx.multiprocessors(), problem.tokens, problem.ffn);
   Params params;
-  params.map_x = gpu::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM);
-  params.map_x_half = gpu::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileM / 2);
-  params.map_w =
-      gpu::matrix_tensor_map(problem.w_gate, problem.ffn, problem.width, kTileN / kCluster);
+  const bool bytes = problem.in_bytes();
+  const auto map = [&](const void* matrix, const uint8_t* values, int64_t rows, int box_rows) {
+    return bytes ? gpu::byte_matrix_tensor_map(values, rows, problem.width, box_rows)
+                 : gpu::matrix_tensor_map(matrix, rows, problem.width, box_rows);
+  };
+  params.map_x = map(problem.x, problem.x_bytes.values, problem.tokens, kTileM);
+  params.map_x_half = map(problem.x, problem.x_bytes.values, problem.tokens, kTileM / 2);
+  params.map_w = map(problem.w_gate, problem.w_gate_bytes.values, problem.ffn, kTileN / kCluster);
+  params.scales = {problem.x_bytes.scales, problem.w_gate_bytes.scales,
+                   static_cast<int>(problem.tokens), static_cast<int>(problem.ffn)};
   params.out = {problem.out.words,
                 reinterpret_cast<uint32_t*>(problem.out.spill),
                 problem.out.row_nnz,
@@ -616,13 +666,14 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
                 static_cast<int>(problem.ffn),
                 static_cast<int>(problem.out.shape.tiles()),
                 problem.out.shape.slots()};
-  params.k_steps = static_cast<int>(ceil_div(problem.width, kTileK));
+  params.k_steps = static_cast<int>(ceil_div(problem.width, bytes ? 2 * kTileK : kTileK));
   params.order = schedule.order;
   params.condition = problem.condition;
   params.packed = problem.progress.words;
   params.cut = problem.cut;
+  const auto launch_kernel = bytes ? launch<true> : launch<false>;
   TWELL_CUDA_CHECK(
-      launch(params, problem.progress.size, schedule.clusters * kCluster, ctx.stream()));
+      launch_kernel(params, problem.progress.size, schedule.clusters * kCluster, ctx.stream()));
 }
 
 GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn) {

@@ -5,6 +5,14 @@ namespace twell {
 
 // Up starts on tiles that the gate GEMM has packed while the GEMM still runs.
 void launch_tile_union(const FfnCallCuda& call) {
+  if (call.problem.in_bytes()) {
+    TWELL_CUDA_CHECK(launch_widen_rows({.rows = call.width(),
+                                        .cols = call.ffn(),
+                                        .x = {call.problem.weights.down_bytes.values, nullptr},
+                                        .transposed = true,
+                                        .out = call.buffers.w_down.data()},
+                                       call.ctx.stream()));
+  }
   const bool follows = call.gated();
   SparseUpDownCuda problem = packed_gate(
       call, follows ? call.buffers.tile_union.progress(call.problem.tokens) : GateProgress{});

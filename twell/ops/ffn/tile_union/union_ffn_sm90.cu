@@ -166,8 +166,12 @@ constexpr int kWindow = 128;
 // gate that it computes itself.
 enum class Makes { kProduct, kGated, kGateToo };
 
-template <Makes kMakes>
+// kBytes: x and w_up are e4m3; a k-step is 128 bytes of a row either way.
+template <Makes kMakes, bool kBytes>
 struct Sizes {
+  static_assert(!kBytes || kMakes == Makes::kGated);
+  static constexpr int kStep = kBytes ? 2 * kTileK : kTileK;  // columns of a k-step
+  static constexpr int kPiece = kBytes ? 16 : 8;              // columns of 16 bytes
   static constexpr bool kGated = kMakes == Makes::kGated, kGateToo = kMakes == Makes::kGateToo;
   static constexpr int kBlocks = kGateToo ? kGateUpBlocks : kMaxChunkBlocks;  // of an item
   static constexpr int kWeights = kGateToo ? 2 : 1;  // matrices whose rows are gathered
@@ -185,11 +189,11 @@ struct Sizes {
   static constexpr bool kFollows = kMakes != Makes::kProduct;
 };
 
-template <Makes kMakes>
+template <Makes kMakes, bool kBytes>
 struct Shared {
   uint32_t ring, gate, places, feed, full, empty, gate_full, gate_empty;
   __device__ explicit Shared(void* base) {
-    using S = Sizes<kMakes>;
+    using S = Sizes<kMakes, kBytes>;
     ring = (gpu::smem_address(base) + 1023) & ~1023u;
     gate = ring + kStages * S::kStageBytes;
     places = gate + S::kGateBytes;
@@ -245,7 +249,8 @@ struct Item {
 };
 
 // What producer thread p gathers: 16-byte piece p % 8 of rows p / 8 + 16 i of the stage's operands.
-template <int Blocks>
+// Piece: columns of 16 bytes.
+template <int Blocks, int Piece>
 struct GatherRows {
   static constexpr uint32_t kNone = ~0u;
   uint32_t x[kTileTokens / 16];  // first 16-byte piece of the row, or kNone
@@ -253,7 +258,7 @@ struct GatherRows {
 
   __device__ __forceinline__ GatherRows(const Up& gemm, const Item& item) {
     const int p = threadIdx.x % kProducers;
-    const int pieces = gemm.width / 8;
+    const int pieces = gemm.width / Piece;
     const int32_t* tokens = gemm.tiles.tokens + item.tile * kTileTokens;
     const int32_t* ids = gemm.tiles.union_ids + int64_t{item.first_block} * kBlock;
 #pragma unroll
@@ -270,32 +275,37 @@ struct GatherRows {
   }
 };
 
-template <int Blocks>
-__device__ __forceinline__ void gather_weight(const __nv_bfloat16* weight,
-                                              const GatherRows<Blocks>& rows, int blocks,
+template <int Blocks, int Piece>
+__device__ __forceinline__ void gather_weight(const void* weight,
+                                              const GatherRows<Blocks, Piece>& rows, int blocks,
                                               uint32_t dst, uint32_t piece, bool inside) {
-  const auto* w = reinterpret_cast<const uint4*>(weight) + piece;
+  const auto* w = static_cast<const uint4*>(weight) + piece;
 #pragma unroll
   for (int block = 0; block < Blocks; ++block) {
     if (block >= blocks) break;
 #pragma unroll
     for (int j = 0; j < kBlock / 16; ++j) {
       const int i = block * (kBlock / 16) + j;
-      const bool valid = inside && rows.w[i] != GatherRows<Blocks>::kNone;
+      const bool valid = inside && rows.w[i] != rows.kNone;
       gpu::gather16(dst + i * 2048, w + (valid ? rows.w[i] : 0), valid);
     }
   }
 }
 
-template <Makes kMakes>
-__device__ __forceinline__ void gather_step(const Up& gemm,
-                                            const GatherRows<Sizes<kMakes>::kBlocks>& rows,
-                                            const Item& item, uint32_t stage, int k) {
+template <Makes kMakes, bool kBytes>
+__device__ __forceinline__ void gather_step(
+    const Up& gemm,
+    const GatherRows<Sizes<kMakes, kBytes>::kBlocks, Sizes<kMakes, kBytes>::kPiece>& rows,
+    const Item& item, uint32_t stage, int k) {
+  using S = Sizes<kMakes, kBytes>;
   const int p = threadIdx.x % kProducers;
-  const bool inside = k * kTileK + p % 8 * 8 < gemm.width;
-  const uint32_t piece = k * (kTileK / 8);
+  const bool inside = k * S::kStep + p % 8 * S::kPiece < gemm.width;
+  const uint32_t piece = k * 8;  // of a row: a k-step has 8 of 16 bytes
   uint32_t dst = stage + p / 8 * 128 + ((p % 8) ^ (p / 8 % 8)) * 16;
-  const auto* x = reinterpret_cast<const uint4*>(gemm.x) + piece;
+  const void* const all_x = kBytes ? static_cast<const void*>(gemm.x_bytes.values) : gemm.x;
+  const void* const weight =
+      kBytes ? static_cast<const void*>(gemm.weight_bytes.values) : gemm.weight;
+  const auto* x = static_cast<const uint4*>(all_x) + piece;
   if (!item.plain) {
 #pragma unroll
     for (int i = 0; i < kTileTokens / 16; ++i) {
@@ -308,15 +318,15 @@ __device__ __forceinline__ void gather_step(const Up& gemm,
     gather_weight(gemm.gate_weight, rows, item.blocks, dst, piece, inside);
     dst += item.blocks * (kBlock * 128);
   }
-  gather_weight(gemm.weight, rows, item.blocks, dst, piece, inside);
+  gather_weight(weight, rows, item.blocks, dst, piece, inside);
 }
 
-template <Makes kMakes>
-__device__ __forceinline__ void produce(const Up& gemm, const Shared<kMakes>& shared) {
+template <Makes kMakes, bool kBytes>
+__device__ __forceinline__ void produce(const Up& gemm, const Shared<kMakes, kBytes>& shared) {
   using namespace gpu;
-  using S = Sizes<kMakes>;
+  using S = Sizes<kMakes, kBytes>;
   GatherRing<kStages> ring{shared.full, shared.empty};
-  const int k_steps = (gemm.width + kTileK - 1) / kTileK;
+  const int k_steps = (gemm.width + S::kStep - 1) / S::kStep;
   ItemFeed feed{shared.feed};
   ItemFeeder feeder(feed, gemm.taken,
                     [&](int index) { return Item::load<S::kFollows>(gemm, index); });
@@ -325,23 +335,25 @@ __device__ __forceinline__ void produce(const Up& gemm, const Shared<kMakes>& sh
     __syncwarp();  // without it the warp gathers in two halves, several times slower
     const Item item(feed.take());
     if (item.tile < 0) break;
-    const GatherRows<S::kBlocks> rows(gemm, item);
+    const GatherRows<S::kBlocks, S::kPiece> rows(gemm, item);
     for (int k = 0; k < k_steps; ++k) {
       const int index_of_stage = ring.acquire();
       const uint32_t stage = shared.ring + index_of_stage * S::kStageBytes;
       if (item.plain && threadIdx.x == 0) {
         const uint32_t landed = shared.full + index_of_stage * 8;
         barrier_expect(landed, kBytesX);
-        tensor_load(stage, &gemm.map_x, k * kTileK, item.tile * kTileTokens, landed);
+        tensor_load(stage, &gemm.map_x, k * S::kStep, item.tile * kTileTokens, landed);
       }
-      gather_step<kMakes>(gemm, rows, item, stage, k);
+      gather_step<kMakes, kBytes>(gemm, rows, item, stage, k);
       ring.commit();
     }
   }
 }
 
 // The warpgroup that compacts the gate, item after item.
-__device__ __forceinline__ void place_gates(const Up& gemm, const Shared<Makes::kGated>& shared) {
+template <bool kBytes>
+__device__ __forceinline__ void place_gates(const Up& gemm,
+                                            const Shared<Makes::kGated, kBytes>& shared) {
   constexpr int kPlacers = kTileTokens, kBarrier = 3;
   const Gate& gate = gemm.gate;
   const Tiles& tiles = gemm.tiles;
@@ -402,11 +414,11 @@ __device__ __forceinline__ void place_gates(const Up& gemm, const Shared<Makes::
 constexpr int kTellStep = 4;
 
 // State of a consumer warpgroup, kept across items.
-template <Makes kMakes>
+template <Makes kMakes, bool kBytes>
 struct Consumer {
-  using S = Sizes<kMakes>;
+  using S = Sizes<kMakes, kBytes>;
   const Up& gemm;
-  const Shared<kMakes>& shared;
+  const Shared<kMakes, kBytes>& shared;
   const int warpgroup = threadIdx.x / 128 - 1;
   const int thread = threadIdx.x % 128;
   StageReader<kStages> ring{shared.full, shared.empty};
@@ -445,7 +457,11 @@ struct Consumer {
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kTileK / 16; ++i) {
-        wgmma<N, false>(acc, a + i * 2, b + i * 2, k > 0 || i > 0);
+        if constexpr (kBytes) {
+          wgmma_e4m3<N>(acc, a + i * 2, b + i * 2, k > 0 || i > 0);
+        } else {
+          wgmma<N, false>(acc, a + i * 2, b + i * 2, k > 0 || i > 0);
+        }
       }
       wgmma_commit();
       if (k == 0) {
@@ -461,6 +477,30 @@ struct Consumer {
     wgmma_wait<0>();
     ring.release(previous);
     tell();  // if the item had too few k-steps
+  }
+
+  // Applies the scales of both operands' rows.
+  template <int N>
+  __device__ __forceinline__ void scale(float (&acc)[S::kAccumulators], const Item& item) const {
+    const int row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const auto of_token = [&](int r) {
+      const int token = gemm.tiles.tokens[item.tile * kTileTokens + r];
+      return token < 0 ? 0.0f : __ldg(gemm.x_bytes.scales + token);
+    };
+    const float upper = of_token(row), lower = of_token(row + 8);
+    const int32_t* ids = gemm.tiles.union_ids + int64_t{item.first_block} * kBlock;
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const int position = 8 * i + thread % 4 * 2;
+      const auto of_neuron = [&](int at) {
+        return at < item.neurons ? __ldg(gemm.weight_bytes.scales + ids[at]) : 0.0f;
+      };
+      const float even = of_neuron(position), odd = of_neuron(position + 1);
+      acc[4 * i] *= upper * even;
+      acc[4 * i + 1] *= upper * odd;
+      acc[4 * i + 2] *= lower * even;
+      acc[4 * i + 3] *= lower * odd;
+    }
   }
 
   // h = f(g) * u in f32, rounded once; or u alone.
@@ -538,6 +578,10 @@ struct Consumer {
                                       int k_steps) {
     using namespace gpu;
     multiply<N>(acc, k_steps);
+    if constexpr (kBytes) {
+      wgmma_hold(acc);
+      scale<N>(acc, item);
+    }
     if (S::kGated) {
       barrier_wait(shared.gate_full, gate_parity);
       gate_parity ^= 1;
@@ -566,11 +610,11 @@ struct Consumer {
   }
 };
 
-template <Makes kMakes>
-__device__ __forceinline__ void consume(const Up& gemm, const Shared<kMakes>& shared) {
-  using S = Sizes<kMakes>;
-  Consumer<kMakes> consumer{gemm, shared};
-  const int k_steps = (gemm.width + kTileK - 1) / kTileK;
+template <Makes kMakes, bool kBytes>
+__device__ __forceinline__ void consume(const Up& gemm, const Shared<kMakes, kBytes>& shared) {
+  using S = Sizes<kMakes, kBytes>;
+  Consumer<kMakes, kBytes> consumer{gemm, shared};
+  const int k_steps = (gemm.width + S::kStep - 1) / S::kStep;
   ItemFeed feed{shared.feed};
   float acc[S::kAccumulators];
   for (;;) {
@@ -593,12 +637,12 @@ __device__ __forceinline__ void consume(const Up& gemm, const Shared<kMakes>& sh
   if (consumer.thread == 0) gpu::bulk_store_wait();
 }
 
-template <Makes kMakes>
-__global__ void __launch_bounds__(Sizes<kMakes>::kCtaThreads, 1)
+template <Makes kMakes, bool kBytes>
+__global__ void __launch_bounds__(Sizes<kMakes, kBytes>::kCtaThreads, 1)
     tile_union_up_sm90_kernel(const __grid_constant__ Up gemm) {
-  using S = Sizes<kMakes>;
+  using S = Sizes<kMakes, kBytes>;
   extern __shared__ uint8_t memory[];
-  const Shared<kMakes> shared(memory);
+  const Shared<kMakes, kBytes> shared(memory);
   if (threadIdx.x == 0) {
     init_ring(shared.full, shared.empty, kStages);
     ItemFeed{shared.feed}.init(S::kCtaThreads);
@@ -627,6 +671,8 @@ __global__ void __launch_bounds__(Sizes<kMakes>::kCtaThreads, 1)
 
 }  // namespace up
 
+// kScaled: columns of the weight have scales.
+template <bool kScaled>
 struct DownProblem {
   static constexpr bool kOrdered = false;
 
@@ -638,6 +684,7 @@ struct DownProblem {
   int width;              // D
   bool add;               // y += instead of =
   const int32_t* y_rows;  // [M] or null
+  const float* y_scales;  // [D] with kScaled
 
   // tiles.ready is not null: find_unions may still be running.
   __device__ __forceinline__ void wait_for_items() const {
@@ -701,9 +748,16 @@ struct DownProblem {
       for (int i = 0; i < 16; ++i) {
         const int a = 4 * (half * 16 + i);
         const uint32_t at = out + row * 256 + (i ^ (row % 8)) * 16 + lane % 4 * 4;
-        const uint32_t upper = gpu::bf16x2(acc[a], acc[a + 1]);
+        float2 scale{1.0f, 1.0f};
+        if constexpr (kScaled) {
+          const int of = column + half * 128 + i * 8 + lane % 4 * 2;
+          if (of < problem.width) {
+            scale = __ldg(reinterpret_cast<const float2*>(problem.y_scales + of));
+          }
+        }
+        const uint32_t upper = gpu::bf16x2(acc[a] * scale.x, acc[a + 1] * scale.y);
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(upper) : "memory");
-        const uint32_t lower = gpu::bf16x2(acc[a + 2], acc[a + 3]);
+        const uint32_t lower = gpu::bf16x2(acc[a + 2] * scale.x, acc[a + 3] * scale.y);
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 8 * 256), "r"(lower) : "memory");
       }
       __syncwarp();  // a warp stores the 16 rows that it wrote
@@ -729,10 +783,10 @@ struct DownProblem {
   };
 };
 
-template <up::Makes kMakes>
+template <up::Makes kMakes, bool kBytes = false>
 cudaError_t launch_up(const Up& up, int ctas, cudaStream_t stream) {
-  using S = up::Sizes<kMakes>;
-  const auto kernel = up::tile_union_up_sm90_kernel<kMakes>;
+  using S = up::Sizes<kMakes, kBytes>;
+  const auto kernel = up::tile_union_up_sm90_kernel<kMakes, kBytes>;
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   if (status != cudaSuccess) return status;
@@ -743,22 +797,30 @@ cudaError_t launch_up(const Up& up, int ctas, cudaStream_t stream) {
 
 cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream) {
   using up::Makes;
+  if (!up.x_bytes.empty()) return launch_up<Makes::kGated, true>(up, ctas, stream);
   if (up.product != nullptr) return launch_up<Makes::kProduct>(up, ctas, stream);
   return up.gate_weight != nullptr ? launch_up<Makes::kGateToo>(up, ctas, stream)
                                    : launch_up<Makes::kGated>(up, ctas, stream);
 }
 
-cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
-  const DownProblem problem{down.tiles,
-                            {down.tiles.activations, down.activations2},
-                            {down.weight, down.weight2},
-                            down.y,
-                            down.taken,
-                            down.width,
-                            down.add,
-                            down.y_rows};
+template <bool kScaled>
+static cudaError_t launch_down(const Down& down, int ctas, cudaStream_t stream) {
+  const DownProblem<kScaled> problem{down.tiles,
+                                     {down.tiles.activations, down.activations2},
+                                     {down.weight, down.weight2},
+                                     down.y,
+                                     down.taken,
+                                     down.width,
+                                     down.add,
+                                     down.y_rows,
+                                     down.y_scales};
   return down.tiles.ready != nullptr ? gathered::launch<true>(problem, ctas, stream)
                                      : gathered::launch(problem, ctas, stream);
+}
+
+cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream) {
+  return down.y_scales != nullptr ? launch_down<true>(down, ctas, stream)
+                                  : launch_down<false>(down, ctas, stream);
 }
 
 }  // namespace twell::tile_union
@@ -862,7 +924,9 @@ namespace {
 template <typename Problem>
 Up up_of(const Problem& problem, const Gate& gate, const Tiles& tiles) {
   Up up{};
-  up.map_x = gpu::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
+  if (problem.x != nullptr) {
+    up.map_x = gpu::matrix_tensor_map(problem.x, problem.tokens, problem.width, kTileTokens);
+  }
   up.tiles = tiles;
   up.gate = gate;
   up.x = problem.x;
@@ -907,7 +971,7 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                   problem.up_relu};
   const cudaStream_t stream = ctx.stream();
   const int ctas = ctx.multiprocessors();
-  const bool gated = problem.w_up != nullptr;
+  const bool gated = problem.gated();
   if (gated) {
     tiles.entries = workspace.entries_.data();
     tiles.listed = workspace.listed_.data();
@@ -917,11 +981,20 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, progress.words, progress.size,
                                       ctas, stream));
   if (gated) {
-    TWELL_CUDA_CHECK(launch_up_sm90(up_of(problem, gate, tiles), ctas, stream));
+    Up up = up_of(problem, gate, tiles);
+    if (problem.in_bytes()) {
+      up.map_x = gpu::byte_matrix_tensor_map(problem.x_bytes.values, problem.tokens, problem.width,
+                                             kTileTokens);
+      up.x_bytes = problem.x_bytes;
+      up.weight_bytes = problem.w_up_bytes;
+    }
+    TWELL_CUDA_CHECK(launch_up_sm90(up, ctas, stream));
   } else {
     TWELL_CUDA_CHECK(launch_place_gates(gate, tiles, ctas, stream));
   }
-  TWELL_CUDA_CHECK(launch_down_sm90(down_of(problem, tiles), ctas, stream));
+  Down down = down_of(problem, tiles);
+  down.y_scales = problem.y_scales;
+  TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
 }
 
 void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
