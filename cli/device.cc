@@ -11,6 +11,7 @@
 #include "twell/model/kv_cache.h"
 #include "twell/train/metrics.h"
 #ifdef TWELL_HAVE_CUDA
+#include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/engine_cuda.h"
 #endif
 
