@@ -157,7 +157,7 @@ PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
   options.threads = request.threads;
   options.redo_changed = request.options.changed_files == "redo";
   if (holds_shards(folder) && ShardWriter::made(source, identity, folder, options)) {
-    return {Tokenizer::load(folder / "tokenizer.json"), std::nullopt, 0.0, 0, 0};
+    return {Tokenizer::load(folder / "tokenizer.json"), std::nullopt, 0.0, 0, {}};
   }
   TWELL_REQUIRE(request.replace || !fs::exists(folder) || fs::is_empty(folder),
                 "{} is in use and was not made from this data with these options; choose another "

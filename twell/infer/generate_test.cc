@@ -53,16 +53,16 @@ TEST_F(GenerateTest, EndTokensOfEveryFileOfACheckpointCount) {
   config.eos_token = 3;
   config.more_eos_tokens = {5};
   const auto tokens = [&] { return stop_tokens(folder.path(), config, tokenizer_); };
-  using Ids = std::vector<int32_t>;
-  EXPECT_EQ(tokens(), (Ids{3, 5}));
+  using Tokens = std::vector<int32_t>;
+  EXPECT_EQ(tokens(), (Tokens{3, 5}));
   folder.write("generation_config.json", R"({"eos_token_id": [0, 7, 3]})");
-  EXPECT_EQ(tokens(), (Ids{0, 3, 5, 7}));
+  EXPECT_EQ(tokens(), (Tokens{0, 3, 5, 7}));
   folder.write("generation_config.json", R"({"eos_token_id": 9, "temperature": 0.7})");
-  EXPECT_EQ(tokens(), (Ids{3, 5, 9}));
+  EXPECT_EQ(tokens(), (Tokens{3, 5, 9}));
   for (const char* none :
        {R"({"eos_token_id": null})", "{}", R"({"eos_token_id": [-1, 99999999]})"}) {
     folder.write("generation_config.json", none);
-    EXPECT_EQ(tokens(), (Ids{3, 5})) << none;
+    EXPECT_EQ(tokens(), (Tokens{3, 5})) << none;
   }
   folder.write("tokenizer_config.json", R"({"eos_token": "a", "added_tokens_decoder": {}})");
   const int32_t a = tokenizer_.find("a");
@@ -70,7 +70,7 @@ TEST_F(GenerateTest, EndTokensOfEveryFileOfACheckpointCount) {
   folder.write("tokenizer_config.json", R"({"eos_token": {"content": "a", "lstrip": false}})");
   EXPECT_EQ(std::ranges::count(tokens(), a), 1);
   folder.write("tokenizer_config.json", R"({"eos_token": "no such token"})");
-  EXPECT_EQ(tokens(), (Ids{3, 5}));
+  EXPECT_EQ(tokens(), (Tokens{3, 5}));
   folder.write("generation_config.json", R"({"eos_token_id": "seven"})");
   EXPECT_THROW(tokens(), InputError);
   folder.write("generation_config.json", "{");
