@@ -15,6 +15,7 @@
 #include <numeric>
 
 #include "twell/base/error.h"
+#include "twell/base/json_fields.h"
 #include "twell/base/rng.h"
 
 namespace twell {
@@ -98,7 +99,7 @@ void append_jsonl(const std::filesystem::path& path, const nlohmann::json& row) 
   const int file =
       ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
   TWELL_REQUIRE(file >= 0, "cannot write {}: {}", path.string(), std::strerror(errno));
-  const std::string line = row.dump() + '\n';
+  const std::string line = json_text(row) + '\n';
   errno = 0;
   const bool written = ::write(file, line.data(), line.size()) == std::ssize(line);
   const int fault = errno;

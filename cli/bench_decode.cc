@@ -186,8 +186,8 @@ void add_bench_decode_command(Command& bench, CommonOptions& common) {
   command.runs([&common, arguments] { return run_bench_decode(common, *arguments); });
   add_checkpoint_option(command, common).required(false);
   add_weights_option(command, common);
-  command.value("--preset", &bench_decode.subject.preset, "NAME",
-                "A preset with random weights instead of a checkpoint");
+  add_preset_option(command, bench_decode.subject.preset,
+                    "A preset with random weights instead of a checkpoint");
   command
       .value("--kv-heads", &bench_decode.subject.kv_heads, "N",
              "Key/value heads of the preset, a divisor of its heads (default: one for each head)")

@@ -182,8 +182,8 @@ void add_bench_forward_command(Command& bench, CommonOptions& common) {
   command.runs([&common, arguments] { return run_bench_forward(common, *arguments); });
   add_checkpoint_option(command, common).required(false);
   add_weights_option(command, common);
-  command.value("--preset", &arguments->preset, "NAME",
-                "A preset with random weights instead of a checkpoint");
+  add_preset_option(command, arguments->preset,
+                    "A preset with random weights instead of a checkpoint");
   add_text_options(command, common, arguments->text);
   command.value("--batch", &arguments->comparison.sequences, "N", "Sequences per run")
       .range(1, 1 << 16);
@@ -192,10 +192,7 @@ void add_bench_forward_command(Command& bench, CommonOptions& common) {
              "Tokens per sequence; 0: the model's context")
       .at_least(0);
   command.value("--repeats", &arguments->comparison.repeats, "N", "Timed runs of each, in turn");
-  command.value(
-      "--ffn", &arguments->ffn, "NAME",
-      "Execution to compare with dense: auto, dense, sparse, screened, screened-strict, or "
-      "the name of one (doctor --executions)");
+  add_ffn_option(command, arguments->ffn, "Execution to compare with dense");
   command.value("--patterns", &arguments->patterns, "FILE",
                 "GPU: replay these captured activation patterns (safetensors) in the sparse run; "
                 "the gate GEMM still runs");

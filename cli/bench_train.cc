@@ -30,9 +30,7 @@ void add_bench_train_command(Command& bench, CommonOptions& common) {
   Command& command = bench.add("train", "Whole training steps, dense and sparse (GPU)");
   command.runs(
       [&common, arguments, largest] { return run_bench_train(common, *arguments, *largest); });
-  command
-      .value("--preset", &arguments->preset, "NAME",
-             "Model to train, with random weights and tokens")
+  add_preset_option(command, arguments->preset, "Model to train, with random weights and tokens")
       .required();
   command.value("--micro-batch", &arguments->micro_batch, "N", "Sequences of a step")
       .range(1, 1 << 16);
@@ -44,8 +42,10 @@ void add_bench_train_command(Command& bench, CommonOptions& common) {
   command.value("--steps", &arguments->steps, "N", "Timed steps of each run").at_least(1);
   command.value("--patterns", &arguments->patterns, "FILE",
                 "Replay these captured activation patterns (safetensors) in the sparse run");
-  command.value("--ffn-policy", &arguments->policy, "NAME",
-                "Executions of the sparse run: auto, hybrid, or dense for none");
+  command
+      .value("--ffn-policy", &arguments->policy, "NAME",
+             "Executions of the sparse run: auto, hybrid, or dense for none")
+      .suggests({"auto", "hybrid", "dense"});
   command
       .value("--recompute", &arguments->recompute, "LEVEL",
              "What backward makes again, as for 'twell train'; repeatable: a run with each")

@@ -163,18 +163,18 @@ std::string completion_script(const Command& root, std::string_view shell) {
   std::vector<Node> nodes;
   const auto visit = [&](const Command& command, const std::string& path,
                          const auto& self) -> void {
-    Node& node = nodes.emplace_back(Node{path, command.description_, {}, {}});
-    for (const auto& below : command.commands_) node.commands.push_back(below->name_);
-    for (const auto& option : command.options_) {
-      for (const std::string& flag : {option->flag_, option->negated_}) {
+    Node& node = nodes.emplace_back(Node{path, command.description(), {}, {}});
+    for (const auto& below : command.commands()) node.commands.push_back(below->name());
+    for (const auto& option : command.options()) {
+      for (const std::string& flag : {option->flag(), option->negated()}) {
         if (!flag.starts_with("--")) continue;
-        node.options.push_back({flag, option->help_, !option->is_flag(),
-                                is_path_type(option->type_), option->choices_});
+        node.options.push_back({flag, option->help(), !option->is_flag(),
+                                is_path_type(option->type()), option->proposals()});
       }
     }
-    for (const auto& below : command.commands_) self(*below, path + " " + below->name_, self);
+    for (const auto& below : command.commands()) self(*below, path + " " + below->name(), self);
   };
-  visit(root, root.name_, visit);
+  visit(root, root.name(), visit);
   if (shell == "bash") return in_dialect(nodes, kBash);
   if (shell == "zsh") return in_dialect(nodes, kZsh);
   TWELL_REQUIRE(shell == "fish", "unknown shell '{}'; use bash, zsh or fish", shell);

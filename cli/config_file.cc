@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/config_file.h"
 
+#include <fmt/ranges.h>
 #include <toml++/toml.h>
 
 #include <algorithm>
@@ -125,11 +126,9 @@ std::vector<ConfigItem> read_items(const fs::path& file) {
   return items;
 }
 
-}  // namespace
-
-void apply_config_file(Command& command, const fs::path& file) {
+void apply_items(Command& command, const fs::path& file, const std::vector<ConfigItem>& items) {
   std::set<const Option*> seen;
-  for (const ConfigItem& item : read_items(file)) {
+  for (const ConfigItem& item : items) {
     std::string name = item.name;
     std::replace(name.begin(), name.end(), '_', '-');
     bool negated = false;
@@ -138,13 +137,85 @@ void apply_config_file(Command& command, const fs::path& file) {
     TWELL_REQUIRE(option->settable_by_file(), "{}: '{}' can only be given as a flag", file.string(),
                   item.name);
     TWELL_REQUIRE(seen.insert(option).second, "{}: '{}' is set twice", file.string(), item.name);
-    if (option->given()) continue;
+    if (option->given() || option->excluded()) continue;
     try {
       option->set(item.values, negated);
     } catch (const InputError& error) {
       throw InputError(fmt::format("{}: {}: {}", file.string(), item.name, error.what()));
     }
   }
+}
+
+// Bytes that are not UTF-8, and the characters that stand for them, become characters of a private
+// area: JSON holds nothing else.
+constexpr char32_t kFirstByte = 0xF780;  // stands for 0x80
+
+std::string text_of_bytes(std::string_view bytes) {
+  std::string text;
+  while (!bytes.empty()) {
+    const size_t good = find_invalid_utf8(bytes);
+    // U+F780 to U+F7BF are EF 9E 80 to BF, and U+F7C0 to U+F7FF are EF 9F 80 to BF.
+    const size_t private_area = std::min(bytes.find("\xEF\x9E"), bytes.find("\xEF\x9F"));
+    const size_t plain = std::min({good, private_area, bytes.size()});
+    text.append(bytes.substr(0, plain));
+    bytes.remove_prefix(plain);
+    const size_t coded = std::min<size_t>(bytes.size(), plain == good ? 1 : 3);
+    for (const char byte : bytes.substr(0, coded)) {
+      const auto code = kFirstByte + static_cast<unsigned char>(byte) - 0x80;
+      text += {'\xEF', static_cast<char>(0x80 | (code >> 6 & 0x3F)),
+               static_cast<char>(0x80 | (code & 0x3F))};
+    }
+    bytes.remove_prefix(coded);
+  }
+  return text;
+}
+
+// The inverse of text_of_bytes.
+std::string bytes_of(std::string_view text) {
+  std::string bytes;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const bool coded =
+        text.substr(i).starts_with("\xEF\x9E") || text.substr(i).starts_with("\xEF\x9F");
+    if (!coded || i + 2 >= text.size()) {
+      bytes += text[i];
+      continue;
+    }
+    const char32_t code = 0xF000u | (static_cast<unsigned char>(text[i + 1]) & 0x3Fu) << 6 |
+                          (static_cast<unsigned char>(text[i + 2]) & 0x3Fu);
+    bytes += static_cast<char>(code - kFirstByte + 0x80);
+    i += 2;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+void apply_config_file(Command& command, const fs::path& file) {
+  apply_items(command, file, read_items(file));
+}
+
+void apply_saved_options(Command& command, const fs::path& file, const std::set<std::string>& fixed,
+                         const std::set<std::string>& skipped) {
+  std::vector<ConfigItem> items = read_items(file);
+  std::erase_if(items, [&](const ConfigItem& item) { return skipped.contains(item.name); });
+  for (ConfigItem& item : items) {
+    for (std::string& value : item.values) value = bytes_of(value);
+  }
+  for (const std::string& name : fixed) {
+    const Option& option = command.at(name);
+    if (!option.given()) continue;
+    const auto saved = std::find_if(items.begin(), items.end(),
+                                    [&](const ConfigItem& item) { return item.name == name; });
+    const std::vector<std::string> before =
+        saved == items.end() ? option.default_values() : saved->values;
+    TWELL_REQUIRE(
+        option.same(before, option.values()),
+        "cannot resume with another --{}: the run has {}, now {} was given; leave it out, "
+        "or choose another --out for a new run",
+        name, before.empty() ? "none" : fmt::format("{}", fmt::join(before, ", ")),
+        fmt::join(option.values(), ", "));
+  }
+  apply_items(command, file, items);
 }
 
 std::string given_options_json(const Command& command, const std::set<std::string>& paths) {
@@ -156,6 +227,7 @@ std::string given_options_json(const Command& command, const std::set<std::strin
     if (paths.contains(name)) {
       for (std::string& value : values) value = fs::absolute(value).string();
     }
+    for (std::string& value : values) value = text_of_bytes(value);
     json[name] = values.size() == 1 ? nlohmann::json(values.front()) : nlohmann::json(values);
   }
   return json.dump(2) + "\n";

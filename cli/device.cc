@@ -59,6 +59,14 @@ std::string gpu_unavailable() {
 #endif
 }
 
+int gpu_count() {
+  int count = 0;
+#ifdef TWELL_HAVE_CUDA
+  TWELL_CUDA_CHECK(cudaGetDeviceCount(&count));
+#endif
+  return count;
+}
+
 bool use_cuda(const CommonOptions& common) {
   if (common.device == "cpu") return false;
   const std::string why = gpu_unavailable();

@@ -13,6 +13,9 @@ namespace twell::cli {
 // The reason why no GPU is usable; empty when one is.
 std::string gpu_unavailable();
 
+// The GPUs that this process sees.
+int gpu_count();
+
 // Whether to run on the GPU: true for "cuda", and for "auto" where a GPU is usable. InputError with
 // the reason when "cuda" was requested but no GPU is usable.
 bool use_cuda(const CommonOptions& common);

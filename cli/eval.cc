@@ -14,6 +14,7 @@
 #include "cli/loading.h"
 #include "cli/progress_line.h"
 #include "twell/base/error.h"
+#include "twell/base/json_fields.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/evaluate.h"
 #include "twell/train/trainer_state.h"
@@ -83,7 +84,7 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
                                  {"bits_per_byte", result.bits_per_byte(bytes)},
                                  {"nnz_per_token_and_layer", nnz},
                                  {"seconds", seconds}};
-    fmt::print("{}\n", line.dump());
+    fmt::print("{}\n", json_text(line));
     return kExitOk;
   }
   fmt::print("tokens          {}\n", result.tokens);
@@ -115,10 +116,7 @@ void add_eval_command(Command& root, CommonOptions& common) {
                "Tokens attend only to their own document, or to all of the window (default: as the "
                "checkpoint was trained)");
   command.value("--max-tokens", &arguments->max_tokens, "N", "Stop after this many tokens; 0: all");
-  command.value(
-      "--ffn", &arguments->ffn, "NAME",
-      "Execution of the FFN layers: auto, dense, sparse, screened, screened-strict, or the "
-      "name of one (doctor --executions)");
+  add_ffn_option(command, arguments->ffn, "Execution of the FFN layers");
   command
       .flag("", "--no-bos", &arguments->text.begin_token,
             "Texts and prompts without the begin token that the tokenizer's template puts in front "

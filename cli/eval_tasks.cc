@@ -160,7 +160,8 @@ int run_eval_tasks(const CommonOptions& common, const EvalTasksArguments& argume
   }
   progress.finish();
 
-  const std::string json = to_json(common, arguments, engine->device(), results).dump(2);
+  const std::string json = to_json(common, arguments, engine->device(), results)
+                               .dump(2, ' ', false, ordered_json::error_handler_t::replace);
   if (!common.out.empty()) write_file_atomic(common.out / "results.json", json + "\n");
   if (arguments.json) {
     fmt::print("{}\n", json);

@@ -19,6 +19,7 @@
 #include "cli/text_layout.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/json_fields.h"
 #include "twell/chat_template/chat_template.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/infer/generate.h"
@@ -184,7 +185,7 @@ class Output {
                            {"prefill_s", generation.prefill_seconds},
                            {"decode_s", generation.decode_seconds}};
     if (log_probs_) line["log_probs"] = generation.log_probs;
-    return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    return json_text(line);
   }
 
   const std::vector<Prompt>& prompts_;
@@ -317,10 +318,7 @@ void add_generate_command(Command& root, CommonOptions& common) {
   GenerateOptions& options = arguments->generate;
   command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
-  command.value(
-      "--ffn", &arguments->ffn, "NAME",
-      "Execution of the FFN layers: auto, dense, sparse, screened, screened-strict, or the "
-      "name of one (doctor --executions)");
+  add_ffn_option(command, arguments->ffn, "Execution of the FFN layers");
   command.flag(
       "--cache-8bit", &arguments->cache_8bit,
       "Keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a "

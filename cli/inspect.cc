@@ -17,6 +17,7 @@
 #include "cli/loading.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/json_fields.h"
 #include "twell/checkpoint/checkpoint.h"
 
 namespace twell::cli {
@@ -66,9 +67,7 @@ TensorHealth tensor_health(Context& ctx, const Model& model, const ParamSpec& sp
 }
 
 // The token in quotes, with escapes for characters that would break or hide in a line.
-std::string quoted(std::string_view bytes) {
-  return nlohmann::json(bytes).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
+std::string quoted(std::string_view bytes) { return json_text(bytes); }
 
 std::vector<TokenRow> token_rows(const ActivityProfile& profile, const Tokenizer& tokenizer,
                                  bool most) {
@@ -137,12 +136,12 @@ int run_inspect(const CommonOptions& common, const InspectArguments& arguments) 
   const Inspection inspection = inspect(common, arguments);
   const bool json = arguments.json->given();
   if (json && arguments.json_file.empty()) {
-    fmt::print("{}\n", inspection_json(inspection).dump());
+    fmt::print("{}\n", json_text(inspection_json(inspection)));
   } else {
     print_inspection(inspection, arguments.tensors);
   }
   if (!arguments.json_file.empty()) {
-    write_file_atomic(arguments.json_file, inspection_json(inspection).dump(1) + "\n");
+    write_file_atomic(arguments.json_file, json_text(inspection_json(inspection), 1) + "\n");
   }
   if (!arguments.html_file.empty()) {
     write_file_atomic(arguments.html_file, inspection_html(inspection));

@@ -30,11 +30,12 @@ int fail(int code, std::string message) {
   // Keep the message on one line, whatever a file name or a broken file contains.
   std::replace_if(
       message.begin(), message.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
-  print_error("twell: error: {}\n", message);
+  if (prints_error()) print_error("twell: error: {}\n", message);
   return code;
 }
 
 int run(int argc, char** argv) {
+  open_standard_descriptors();
   handle_signals();
   Command root("twell",
                "TwELL: trains and runs language models whose feed-forward layers are sparse.");

@@ -11,6 +11,8 @@
 
 #include "twell/base/error.h"
 #include "twell/checkpoint/quantization.h"
+#include "twell/model/config.h"
+#include "twell/train/run_folder.h"
 
 namespace twell::cli {
 namespace {
@@ -39,14 +41,6 @@ DType parse_dtype(std::string_view name) {
   return name == "bf16" ? DType::kBF16 : DType::kF16;
 }
 
-std::filesystem::path checkpoint_folder(const std::filesystem::path& folder) {
-  std::error_code ignored;
-  const std::filesystem::path newest = folder / "checkpoint";
-  const bool is_run = !std::filesystem::exists(folder / "config.json", ignored) &&
-                      std::filesystem::exists(newest / "config.json", ignored);
-  return is_run ? newest : folder;
-}
-
 void resolve_inputs(CommonOptions& common) {
   common.checkpoint = checkpoint_folder(common.checkpoint);
   for (std::filesystem::path& path : common.data) {
@@ -55,8 +49,10 @@ void resolve_inputs(CommonOptions& common) {
 }
 
 Option& add_data_option(Command& command, CommonOptions& common, std::string help) {
-  return command.value("--data", &common.data, "PATH",
-                       std::move(help) + "; -: plain text from standard input");
+  return command
+      .value("--data", &common.data, "PATH",
+             std::move(help) + "; -: plain text from standard input")
+      .several_values();
 }
 
 void add_non_finite_option(Command& command, CommonOptions& common) {
@@ -70,6 +66,19 @@ Option& add_checkpoint_option(Command& command, CommonOptions& common) {
       .value("--checkpoint", &common.checkpoint, "DIR",
              "Folder of a checkpoint (config.json, model.safetensors, tokenizer.json) or of a run")
       .required();
+}
+
+Option& add_ffn_option(Command& command, std::string& name, const std::string& what) {
+  return command
+      .value("--ffn", &name, "NAME",
+             what +
+                 ": auto, dense, sparse, screened, screened-strict, or the name of one (doctor "
+                 "--executions)")
+      .suggests({"auto", "dense", "sparse", "screened", "screened-strict"});
+}
+
+Option& add_preset_option(Command& command, std::string& name, std::string help) {
+  return command.value("--preset", &name, "NAME", std::move(help)).suggests(preset_names());
 }
 
 Option& add_out_option(Command& command, CommonOptions& common, std::string help) {

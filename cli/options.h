@@ -36,12 +36,14 @@ inline constexpr int kExitInput = 2;    // unusable arguments or input files
 // Replaces a training run's folder by its newest checkpoint, and the path "-" of --data by a file
 // with the contents of standard input (plain text), which is read here.
 void resolve_inputs(CommonOptions& common);
-std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);
 
 Option& add_data_option(Command& command, CommonOptions& common, std::string help);
 Option& add_checkpoint_option(Command& command, CommonOptions& common);  // required
 // Declares --allow-non-finite; add_checkpoint_option calls it.
 void add_non_finite_option(Command& command, CommonOptions& common);
+// --ffn, an execution of the feed-forward layers; `what` begins its help.
+Option& add_ffn_option(Command& command, std::string& name, const std::string& what);
+Option& add_preset_option(Command& command, std::string& name, std::string help);
 Option& add_out_option(Command& command, CommonOptions& common, std::string help);
 // Declares --weights: the type in which the checkpoint's projections are loaded.
 void add_weights_option(Command& command, CommonOptions& common);

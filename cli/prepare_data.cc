@@ -127,7 +127,8 @@ TextSourceOptions DataRequest::text(const LogSink& log) const {
 }
 
 bool holds_shards(const fs::path& folder) {
-  return fs::exists(folder / "manifest.json") && fs::exists(folder / "tokenizer.json");
+  return !folder.empty() && fs::exists(folder / "manifest.json") &&
+         fs::exists(folder / "tokenizer.json");
 }
 
 int64_t shard_bytes(const DataRequest& request, const fs::path& folder) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/process.h"
 
+#include <fcntl.h>
 #include <fmt/core.h>
 #include <unistd.h>
 
@@ -71,6 +72,13 @@ void return_freed_memory() {
 #ifdef __GLIBC__
   ::malloc_trim(0);
 #endif
+}
+
+void open_standard_descriptors() {
+  // The lowest free number is taken, so descriptors below are open by then.
+  for (const int number : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(number, F_GETFD) == -1) static_cast<void>(::open("/dev/null", O_RDWR));
+  }
 }
 
 void handle_signals() {

@@ -20,9 +20,12 @@ void require_memory(int64_t planned_bytes);
 // Returns freed memory that the allocator keeps for reuse to the system.
 void return_freed_memory();
 
+// Opens /dev/null in place of standard input, output and error where they are closed: a file that
+// the command opens would get their numbers, and what is printed with it. Call it first.
+void open_standard_descriptors();
+
 // Makes SIGINT, SIGTERM and SIGHUP end the process at once with exit code 130, 143 or 129. A signal
-// that was ignored when the program started (nohup) stays ignored. Call it once, before anything
-// else.
+// that was ignored when the program started (nohup) stays ignored. Call it once.
 void handle_signals();
 // After the first call, a signal sets the returned flag instead, so that a command can finish its
 // current work and save. A second signal ends the process at once, unless it comes within a second

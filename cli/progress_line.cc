@@ -3,6 +3,8 @@
 
 #include <unistd.h>
 
+#include <limits>
+
 #include "cli/process.h"
 #include "cli/text_layout.h"
 
@@ -19,22 +21,30 @@ void ProgressLine::put(std::string_view text) const {
 }
 
 void ProgressLine::finish() {
-  if (live_) put("\n");
+  // The terminal may have echoed keys into the line.
+  if (live_) put("\r" + line_ + "\x1b[K\n");
   live_ = false;
 }
 
 void ProgressLine::update(std::string_view line, bool important) {
+  update([&](size_t columns) { return cut_to_width(line, columns); }, important);
+}
+
+void ProgressLine::update(const std::function<std::string(size_t columns)>& line, bool important) {
   if (terminal_) {
     // Leave one column free, because some terminals scroll on a full line. "\x1b[K" clears the
-    // rest.
-    put("\r" + cut_to_width(line, terminal_columns(stream_, 80) - 1) + "\x1b[K");
+    // rest. The cursor waits at the line's beginning, where what the terminal echoes, ^C above all,
+    // is overwritten by the next line.
+    const size_t columns = terminal_columns(stream_, 80) - 1;
+    line_ = cut_to_width(line(columns), columns);
+    put("\r" + line_ + "\x1b[K\r");
     live_ = true;
     return;
   }
   const auto now = std::chrono::steady_clock::now();
   if (!important && now < next_) return;
   next_ = now + std::chrono::duration_cast<std::chrono::steady_clock::duration>(interval_);
-  put(std::string(line) + "\n");
+  put(line(std::numeric_limits<size_t>::max()) + "\n");
 }
 
 void ProgressLine::clear() {

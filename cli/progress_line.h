@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -23,6 +24,8 @@ class ProgressLine {
 
   // `important`: print the line even if the last plain line was printed a moment ago.
   void update(std::string_view line, bool important = false);
+  // The same for a line that is made for a number of columns.
+  void update(const std::function<std::string(size_t columns)>& line, bool important = false);
   void finish();  // ends the live line
   void clear();   // erases the live line
   // Prints a permanent line above the live one.
@@ -36,7 +39,8 @@ class ProgressLine {
   bool terminal_;
   std::chrono::duration<double> interval_;
   std::chrono::steady_clock::time_point next_{};
-  bool live_ = false;  // the cursor is on a live line
+  bool live_ = false;  // the cursor is at the beginning of a live line
+  std::string line_;   // the live line
 };
 
 }  // namespace twell::cli

@@ -40,6 +40,8 @@ constexpr int kExitStopped = 130;
 
 constexpr const char* kRestartCounts[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
 constexpr const char* kListener = "TWELL_LISTENER";
+// The descriptor of a pipe with one byte: the rank that reads it prints its error.
+constexpr const char* kErrorToken = "TWELL_ERROR_TOKEN";
 
 // Time for the other ranks to end once one has failed; they learn of it at once, but may be in the
 // middle of a step.
@@ -78,6 +80,11 @@ fs::file_time_type last_beginning(const fs::path& out) {
   return fs::last_write_time(out / "options.json", missing);
 }
 
+// Whether a command that ended with this exit code was asked to by a signal.
+bool is_interruption(int code) {
+  return code == 128 + SIGINT || code == 128 + SIGTERM || code == 128 + SIGHUP;
+}
+
 std::vector<char*> pointers(std::vector<std::string>& words) {
   std::vector<char*> out;
   for (std::string& word : words) out.push_back(word.data());
@@ -86,13 +93,18 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
 }
 
 // The environment of a rank, with torchrun's variables.
-std::vector<std::string> environment_of(int64_t rank, int64_t ranks,
-                                        const LocalListener& listener) {
+std::vector<std::string> environment_of(int64_t rank, int64_t ranks, const LocalListener& listener,
+                                        int error_token) {
   const std::vector<std::pair<std::string, std::string>> own = {
-      {"RANK", std::to_string(rank)},        {"LOCAL_RANK", std::to_string(rank)},
-      {"WORLD_SIZE", std::to_string(ranks)}, {"LOCAL_WORLD_SIZE", std::to_string(ranks)},
-      {"MASTER_ADDR", "127.0.0.1"},          {"MASTER_PORT", std::to_string(listener.port)},
-      {"TORCHELASTIC_RUN_ID", ""},           {kListener, std::to_string(listener.socket)}};
+      {"RANK", std::to_string(rank)},
+      {"LOCAL_RANK", std::to_string(rank)},
+      {"WORLD_SIZE", std::to_string(ranks)},
+      {"LOCAL_WORLD_SIZE", std::to_string(ranks)},
+      {"MASTER_ADDR", "127.0.0.1"},
+      {"MASTER_PORT", std::to_string(listener.port)},
+      {"TORCHELASTIC_RUN_ID", ""},
+      {kListener, std::to_string(listener.socket)},
+      {kErrorToken, std::to_string(error_token)}};
   std::vector<std::string> out;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view text = *entry;
@@ -113,10 +125,15 @@ class Processes {
   Processes(std::vector<std::string> words, int64_t ranks) {
     const LocalListener listener;
     ::fcntl(listener.socket, F_SETFD, 0);  // rank 0 inherits it; the others close it
+    int token[2];
+    TWELL_REQUIRE(::pipe2(token, O_NONBLOCK) == 0 && ::write(token[1], "", 1) == 1,
+                  "cannot make a pipe: {}", std::strerror(errno));
+    error_token_ = token[0];
+    ::close(token[1]);
     std::vector<char*> argv = pointers(words);
     std::fflush(nullptr);
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      std::vector<std::string> environment = environment_of(rank, ranks, listener);
+      std::vector<std::string> environment = environment_of(rank, ranks, listener, error_token_);
       const pid_t child = start(argv, pointers(environment), rank == 0 ? -1 : listener.socket);
       processes_.push_back({.id = child});
     }
@@ -127,6 +144,7 @@ class Processes {
     for (const Process& process : processes_) {
       if (process.running) ::waitpid(process.id, nullptr, 0);
     }
+    ::close(error_token_);
   }
   Processes(const Processes&) = delete;
   Processes& operator=(const Processes&) = delete;
@@ -138,7 +156,9 @@ class Processes {
   }
 
   struct Ending {
-    bool signalled = false;  // the launcher received a signal
+    bool signalled = false;  // the launcher, or a rank, received a signal and ended the run
+    int signal = 0;          // a rank's
+    size_t signalled_rank = 0;
     bool failed = false;
     bool input_error = false;  // a rank ended with exit code 2
     bool finished = false;     // a rank ended with exit code 0, so all steps are done
@@ -147,14 +167,22 @@ class Processes {
     Ending ending;
     std::optional<Clock::time_point> kill_at;
     const std::atomic<bool>& stop = stop_on_signals();
+    bool passed_on = false;
     while (collect(ending)) {
-      if (stop && !ending.signalled) {
-        ending.signalled = true;
+      if (stop && !passed_on) {
+        ending.signalled = passed_on = true;
         send(interrupted_exit_code() - 128);
       }
       if (ending.failed && !kill_at) kill_at = Clock::now() + kPatience;
       if (kill_at && (Clock::now() > *kill_at || only_stopped_left())) send(SIGKILL);
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    if (ending.signalled && !passed_on) {
+      // Of ranks that all end as after SIGINT, one received it.
+      print_error(
+          "twell: {} received signal {} ({}), which ended the run\n",
+          ending.signal == SIGINT ? "a rank" : fmt::format("rank {}", ending.signalled_rank),
+          ending.signal, ::strsignal(ending.signal));
     }
     return ending;
   }
@@ -192,12 +220,13 @@ class Processes {
         process.stopped = WIFSTOPPED(status);
         if (WIFSTOPPED(status) || WIFCONTINUED(status)) continue;
         process.running = false;
-        const bool interrupted =
-            ending.signalled && WIFEXITED(status) &&
-            (WEXITSTATUS(status) == interrupted_exit_code() || WEXITSTATUS(status) == kExitStopped);
         const bool finished = WIFEXITED(status) && WEXITSTATUS(status) == kExitOk;
         ending.finished = ending.finished || finished;
-        if (interrupted || finished) continue;
+        if (finished) continue;
+        if (WIFEXITED(status) && is_interruption(WEXITSTATUS(status))) {
+          note_signal(rank, WEXITSTATUS(status) - 128, ending);
+          continue;
+        }
         ending.failed = true;
         if (WIFEXITED(status) && WEXITSTATUS(status) == kExitInput) ending.input_error = true;
         if (WIFSIGNALED(status)) {
@@ -208,6 +237,15 @@ class Processes {
       running = running || process.running;
     }
     return running;
+  }
+
+  // A rank ends with the number of the signal that it received; those that end because it did, with
+  // SIGINT's.
+  static void note_signal(size_t rank, int signal, Ending& ending) {
+    ending.signalled = true;
+    if (ending.signal != 0 && signal == SIGINT) return;
+    ending.signal = signal;
+    ending.signalled_rank = rank;
   }
 
   bool only_stopped_left() const {
@@ -222,6 +260,7 @@ class Processes {
   }
 
   std::vector<Process> processes_;
+  int error_token_ = -1;
 };
 
 }  // namespace
@@ -239,13 +278,19 @@ bool started_again() {
   });
 }
 
-bool can_continue(const fs::path& out, bool owner) {
+bool can_continue(const fs::path& out) {
   std::error_code missing;
-  if (!fs::exists(out / "options.json", missing)) return false;
-  if (owner && !RunFolder(out).latest()) {
-    fs::resize_file(out / "metrics.jsonl", 0, missing);
-  }
-  return true;
+  return fs::exists(out / "options.json", missing);
+}
+
+bool prints_error() {
+  static const bool first = [] {
+    const char* const token = std::getenv(kErrorToken);
+    char byte = 0;
+    return token == nullptr || !started_by_launch_ranks() ||
+           ::read(std::atoi(token), &byte, 1) == 1;
+  }();
+  return first;
 }
 
 int device_of_rank(const RankIdentity& identity, int devices) {
@@ -270,7 +315,7 @@ int launch_ranks(const Launch& launch) {
     if (ending.input_error) return kExitInput;
     // After all steps a rank may still fail to print them, which a restart would not mend.
     if (ending.finished || restarts == launch.max_restarts) return kExitFailure;
-    if (can_continue(launch.out, /*owner=*/true)) {
+    if (can_continue(launch.out)) {
       if (last_beginning(launch.out) != earlier_run) words = without_resume_from(words);
       if (std::find(words.begin(), words.end(), "--resume") == words.end()) {
         words.push_back("--resume");
@@ -288,7 +333,7 @@ RankGroup::RankGroup(const RankIdentity& identity, std::chrono::milliseconds tim
     rendezvous_->on_fault(this, [time, rendezvous = rendezvous_.get()] {
       std::thread([time, text = rendezvous->fault()] {
         std::this_thread::sleep_for(time);
-        print_error("twell: error: {}\n", text);
+        if (prints_error()) print_error("twell: error: {}\n", text);
         ::_exit(kExitFailure);
       }).detach();
     });

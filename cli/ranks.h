@@ -23,9 +23,11 @@ bool started_by_launch_ranks();
 
 // Whether torchrun or Slurm (a requeued job) has started this process again.
 bool started_again();
-// Whether a run can continue in `out`. A run of which nothing was saved starts over: its metrics
-// are removed when `owner`.
-bool can_continue(const std::filesystem::path& out, bool owner);
+// Whether a run can continue in `out`; one that has no checkpoint yet begins again.
+bool can_continue(const std::filesystem::path& out);
+// Whether this process prints the error that ends it: of the processes that launch_ranks started,
+// only the first that asks. The others end because of the same fault.
+bool prints_error();
 
 // The number of the GPU that a rank uses, of `devices` that it sees. InputError when it has none of
 // its own.
@@ -37,8 +39,9 @@ struct Launch {
   std::filesystem::path out;  // of the run that restarts continue
 };
 // Runs this command again as `ranks` processes and waits for them; returns the exit code. Signals
-// are passed on to all of them, which save, and the exit code is 130. When one is lost, the others
-// end too, and the run is resumed from its last checkpoint, max_restarts times.
+// are passed on to all of them, which save, and the exit code is 130, as it is when a signal
+// reaches one of them alone. When one is lost, the others end too, and the run is resumed from its
+// last checkpoint, max_restarts times.
 int launch_ranks(const Launch& launch);
 
 // This process among the ranks of a run; does nothing for a single one.

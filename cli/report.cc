@@ -4,15 +4,17 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
+#include "twell/base/json_fields.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/train/metrics.h"
 
 namespace twell::cli {
 namespace {
@@ -20,20 +22,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int64_t kTableRows = 12;
-
-std::vector<nlohmann::json> read_jsonl(const fs::path& path) {
-  TWELL_REQUIRE(!fs::exists(path) || fs::is_regular_file(path),
-                "cannot open {}: not a regular file", path.string());
-  std::ifstream file(path);
-  TWELL_REQUIRE(file.good(), "cannot open {}", path.string());
-  std::vector<nlohmann::json> rows;
-  for (std::string line; std::getline(file, line);) {
-    rows.push_back(nlohmann::json::parse(line, nullptr, false));
-    TWELL_REQUIRE(rows.back().is_object(), "{} line {} is not a JSON object", path.string(),
-                  rows.size());
-  }
-  return rows;
-}
 
 // The rows that include a validation.
 std::vector<nlohmann::json> validated(const std::vector<nlohmann::json>& rows) {
@@ -133,11 +121,14 @@ void print_report(const nlohmann::json& report) {
   fmt::print("checkpoint             {}\n", report["checkpoint"].get<std::string>());
 }
 
-int run_report(const fs::path& run) {
+int run_report(const fs::path& run, bool as_json) {
   TWELL_REQUIRE(fs::is_directory(run), "{} is not the folder of a training run", run.string());
-  const std::vector<nlohmann::json> metrics = read_jsonl(run / "metrics.jsonl");
+  const LogSink warn = [](LogLevel, std::string_view text) {
+    print_error("twell: warning: {}\n", text);
+  };
+  const std::vector<nlohmann::json> metrics = read_json_lines(run / "metrics.jsonl", warn);
   const std::vector<nlohmann::json> bench = fs::exists(run / "bench.jsonl")
-                                                ? read_jsonl(run / "bench.jsonl")
+                                                ? read_json_lines(run / "bench.jsonl", warn)
                                                 : std::vector<nlohmann::json>{};
   TWELL_REQUIRE(!metrics.empty(), "{} is empty: the run has not begun",
                 (run / "metrics.jsonl").string());
@@ -148,7 +139,12 @@ int run_report(const fs::path& run) {
     throw InputError(fmt::format(
         "{}: metrics.jsonl or bench.jsonl is not as this version writes it", run.string()));
   }
-  write_file_atomic(run / "report.json", report.dump(2) + "\n");
+  const std::string json = json_text(report, 2) + "\n";
+  write_file_atomic(run / "report.json", json);
+  if (as_json) {
+    write_out(json);
+    return kExitOk;
+  }
   print_course(metrics);
   print_report(report);
   return kExitOk;
@@ -158,8 +154,10 @@ int run_report(const fs::path& run) {
 
 void add_report_command(Command& root, CommonOptions& common) {
   Command& command = root.add("report", "Summary of a training run, as a table and report.json");
-  command.runs([&common] { return run_report(common.out); });
+  auto as_json = std::make_shared<bool>(false);
+  command.runs([&common, as_json] { return run_report(common.out, *as_json); });
   add_out_option(command, common, "Folder of the training run").required();
+  command.flag("--json", as_json.get(), "Print the JSON object instead of the table");
   command.footer(
       "Reads OUT/metrics.jsonl and, where there is one, the last row of OUT/bench.jsonl\n"
       "(twell bench forward --jsonl OUT/bench.jsonl); writes OUT/report.json.\n\n"

@@ -134,10 +134,7 @@ void add_serve_command(Command& root, CommonOptions& common) {
                 "Keys that clients must send, a line each; without it everyone is served");
   command.value("--model-name", &arguments->server.model, "NAME",
                 "The model's name in requests and replies; by default the folder's name");
-  command.value(
-      "--ffn", &arguments->ffn, "NAME",
-      "Execution of the FFN layers: auto, dense, sparse, screened, screened-strict, or the "
-      "name of one (doctor --executions)");
+  add_ffn_option(command, arguments->ffn, "Execution of the FFN layers");
   command.group("Limits");
   command
       .value("--batch", &arguments->batch, "N",

@@ -9,12 +9,11 @@
 #include "cli/prepare_data.h"
 #include "cli/process.h"
 #include "twell/base/error.h"
+#include "twell/model/config.h"
 #include "twell/train/metrics.h"
 
 namespace twell::cli {
 namespace {
-
-constexpr int64_t kDefaultVocabulary = 8192;
 
 constexpr const char* kTokenizeFooter = R"(
 OUT receives the shards with their manifest.json, tokenizer.json, and source.json, which names the
@@ -33,7 +32,7 @@ Examples:
 
 struct TokenizeFlags {
   DataOptions data;
-  int64_t vocab_size = kDefaultVocabulary;
+  int64_t vocab_size = preset_config("tiny").vocab_size;
   std::filesystem::path verify;
 };
 

@@ -16,7 +16,6 @@
 #include "cli/process.h"
 #include "cli/progress_line.h"
 #include "cli/ranks.h"
-#include "cli/train_device.h"
 #include "cli/train_flags.h"
 #include "twell/base/content_hash.h"
 #include "twell/base/context.h"
@@ -27,6 +26,7 @@
 #include "twell/train/plan.h"
 #include "twell/train/run.h"
 #include "twell/train/side_by_side.h"
+#include "twell/train/start.h"
 
 namespace twell::cli {
 namespace fs = std::filesystem;
@@ -49,6 +49,14 @@ Examples:
   twell train --preset 0.5b --data docs/ --out runs/eight --gpus 8 --max-restarts 3
   torchrun --nnodes 2 --nproc-per-node 8 ... --no-python twell train --config run.toml
   twell train --preset 0.5b --dry-run)";
+
+// What a run's data and first weights were made from. A resumed run has both already, so other
+// values would have no effect.
+const std::set<std::string> kMadeTheData = {
+    "data",          "json-field",       "bad-files",    "max-data-bytes", "tokenizer",
+    "pre-tokenizer", "tokenizer-sample", "val-fraction", "from",           "relufy"};
+// Options that name files and folders, which are remembered as absolute paths.
+const std::set<std::string> kPaths = {"data", "shards", "tokenizer", "from", "task-data", "out"};
 
 void print_plan(const TrainOptions& options, const RunPlan& plan) {
   fmt::print("parameters       {:>14}  ({})\n", plan.parameters,
@@ -81,71 +89,6 @@ void print_plan(const TrainOptions& options, const RunPlan& plan) {
              format_count(static_cast<double>(options.tokens)));
 }
 
-// The model's configuration before the vocabulary is matched to the tokenizer.
-ModelConfig requested_config(const TrainFlags& flags) {
-  if (flags.from.empty()) return model_config(flags.model);
-  TWELL_REQUIRE(!flags.model.any(),
-                "--from takes the model from the checkpoint; leave the options of the model out");
-  ModelConfig config = load_config(flags.from);
-  if (flags.relufy) config.activation = Activation::kRelu;
-  return config;
-}
-
-// Adds the options that --relufy implies.
-void add_relufy(const TrainFlags& flags, TrainOptions& options) {
-  TWELL_REQUIRE(!flags.from.empty() || (!flags.relufy && options.distill == 0.0),
-                "--relufy and --distill start from a model: add --from DIR");
-  if (flags.relufy) {
-    options.relufy_from = load_config(flags.from).activation;
-    TWELL_REQUIRE(!leaves_zeros(options.relufy_from), "{} has {} already: leave --relufy out",
-                  flags.from.string(), activation_name(options.relufy_from));
-  }
-  TWELL_REQUIRE(flags.relufy || options.relufy_steps == 0, "--relufy-steps goes with --relufy");
-  TWELL_REQUIRE(flags.relufy || flags.tasks.tasks.empty(), "--tasks goes with --relufy");
-}
-
-// Turns the default L1 off for a new run whose activation leaves no zeros, where L1 would only
-// shrink activations. Returns what to tell the user, or nothing. InputError when L1 was asked for.
-std::string turn_off_useless_l1(Command& command, const TrainFlags& flags,
-                                const ModelConfig& config) {
-  if (flags.resume || leaves_zeros(config.activation)) return {};
-  const std::string name(activation_name(config.activation));
-  const char* const remedy = flags.from.empty() ? "take --activation relu" : "add --relufy";
-  Option& l1 = command.at("l1");
-  TWELL_REQUIRE(!l1.given() || flags.train.l1_coeff == 0.0,
-                "--l1 makes no layer sparse with {}, which leaves no zeros: {}, or leave --l1 out",
-                name, remedy);
-  if (l1.given()) return {};
-  l1.set({"0"});
-  return fmt::format(
-      "{} leaves no zeros: the model stays dense, and L1 is off; for a sparse one {}", name,
-      remedy);
-}
-
-// Files to copy next to the weights, which chat and generation need.
-std::vector<fs::path> companions(const TrainFlags& flags) {
-  std::vector<fs::path> found;
-  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json",
-                           "generation_config.json", "chat_template.jinja", "chat_template.json"}) {
-    if (!flags.from.empty() && fs::is_regular_file(flags.from / name)) {
-      found.push_back(flags.from / name);
-    }
-  }
-  return found;
-}
-
-// Takes the vocabulary size from the tokenizer unless it was given.
-ModelConfig match_tokenizer(const TrainFlags& flags, ModelConfig config,
-                            const Tokenizer& tokenizer) {
-  if (flags.from.empty()) {
-    if (!flags.model.vocab_size) config.vocab_size = tokenizer.vocab_size();
-    config.eos_token = tokenizer.eos_token();
-  }
-  check_tokenizer(config, tokenizer);
-  config.validate();
-  return config;
-}
-
 DataRequest data_request(const TrainFlags& flags, const DataOptions& data,
                          const CommonOptions& common, const ModelConfig& config) {
   return {data, common.data, config.vocab_size, common.seed, common.threads, flags.shards.empty()};
@@ -164,28 +107,10 @@ Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const Mo
                 "no text given: add --data PATH, or --shards DIR with shards "
                 "made by 'twell tokenize'");
   DataOptions data = flags.data;
-  if (data.tokenizer.empty() && !flags.from.empty()) data.tokenizer = flags.from / "tokenizer.json";
+  const fs::path& from = flags.settings.from;
+  if (data.tokenizer.empty() && !from.empty()) data.tokenizer = from / "tokenizer.json";
   return std::move(
       prepare_shards(data_request(flags, data, common, config), shards, progress).tokenizer);
-}
-
-std::unique_ptr<Model> make_model(Context& ctx, const TrainFlags& flags, const LoadOptions& load,
-                                  const ModelConfig& config, uint64_t seed,
-                                  const std::optional<Checkpoint>& resume_from) {
-  if (resume_from) {
-    auto model = load_model(ctx, resume_from->folder, load);
-    TWELL_REQUIRE(model->config == config, "the options describe another model than {}: {}",
-                  resume_from->folder.string(), differing_options(config, model->config));
-    return model;
-  }
-  if (!flags.from.empty()) {
-    auto model = load_model(ctx, flags.from, load);
-    model->set_activation(config.activation);
-    return model;
-  }
-  auto model = std::make_unique<Model>(config);
-  init_weights(ctx, *model, seed);
-  return model;
 }
 
 // `resumed`: the first validation of this call is not that of the run, so it is left out.
@@ -262,7 +187,7 @@ std::string fingerprint(std::span<const std::byte> bytes) {
 // What all ranks of a run must have in common before they exchange anything. A difference would
 // train a model that is neither rank's, or fail in the middle of a step.
 std::map<std::string, std::string> common_ground(const Command& command, const TrainFlags& flags,
-                                                 const TrainDevice& device) {
+                                                 const RunDevice& device) {
   // Ranks may see the folders at other places, and share their machine's cores as they like.
   static const std::set<std::string> kOwn = {"out", "threads", "log-every"};
   std::map<std::string, std::string> ground;
@@ -293,28 +218,76 @@ std::optional<Checkpoint> agreed_resume_point(const RankGroup& ranks, const Trai
   return Checkpoint{std::stoll(text.substr(0, space)), text.substr(space + 1)};
 }
 
+std::string starting_line(const ModelConfig& config, const TrainOptions& options,
+                          const RunDevice& device, const std::optional<Checkpoint>& resume_from) {
+  return fmt::format(
+      "model: {} parameters, {} layers, width {}, FFN {}, on {}{}{}",
+      format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
+      config.ffn, options.ranks == 1 ? "" : fmt::format("{} ranks, ", options.ranks), device.name(),
+      resume_from ? fmt::format(", resumed at step {}", resume_from->step) : "");
+}
+
+// A run's command line, as all of its ranks have it.
+struct TrainCommand {
+  Command& command;
+  TrainFlags& flags;
+  CommonOptions& common;
+  TaskComparison tasks;
+
+  fs::path shards() const { return flags.shards.empty() ? common.out / "shards" : flags.shards; }
+};
+
+// Puts the original and the sparse model side by side. Returns false when it was interrupted.
+bool compare_models(TrainCommand& line, Context& ctx, StartedRun& started, const ShardSet& shards,
+                    const Tokenizer& tokenizer, ProgressLine& progress) {
+  const TrainOptions& options = started.options();
+  const ValidationOptions held_out{.sequences = options.validation_sequences,
+                                   .length = options.sequence_length,
+                                   .document_mask = options.document_mask};
+  const SideBySide figures =
+      compare_side_by_side(ctx, *started.original(), started.model(), shards, held_out);
+  if (!line.tasks.run(ctx, *started.original(), started.model(), tokenizer, stop_on_signals(),
+                      progress)) {
+    return false;
+  }
+  print_side_by_side(figures, line.tasks, line.common.out);
+  return true;
+}
+
 // What one rank of the run does after all have connected. `requested`: the options before they were
 // resolved.
-int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& common,
-               ModelConfig config, const TrainOptions& requested, TaskComparison& tasks,
-               const TrainDevice& device, const RankGroup& ranks) {
-  const std::atomic<bool>& stop = stop_on_signals();
-  TrainOptions options = resolve_options(requested, config);
-  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
+int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& requested,
+               const RunDevice& device, const RankGroup& ranks) {
+  const TrainFlags& flags = line.flags;
+  const CommonOptions& common = line.common;
+  const fs::path shards = line.shards();
   Context ctx(common.threads);
   const std::unique_ptr<RunFolder> folder =
       ranks.first() ? std::make_unique<RunFolder>(common.out, flags.resume)
                     : std::make_unique<RunFolder>(common.out);
+  const std::string saved_options = given_options_json(line.command, kPaths);
+  // Making shards takes any time: a run that is killed meanwhile begins again with --resume.
+  const bool begins = ranks.first() && !flags.resume;
+  if (begins) folder->begin(saved_options);
   ranks.require_shared(common.out);
-  ranks.require_equal("options", common_ground(command, flags, device));
+  ranks.require_equal("options", common_ground(line.command, flags, device));
   ProgressLine progress(flags.log_interval, ranks.first() ? stdout : nullptr);
   std::optional<Tokenizer> made;
-  if (ranks.first()) made = prepare(flags, common, config, shards, progress);
+  if (ranks.first()) {
+    try {
+      made = prepare(flags, common, config, shards, progress);
+    } catch (const InputError&) {
+      // A folder with unusable data holds no run.
+      std::error_code ignored;
+      if (begins) fs::remove(folder->options_path(), ignored);
+      throw;
+    }
+  }
   ranks.wait_for_all();
   const Tokenizer tokenizer = made ? std::move(*made) : Tokenizer::load(shards / "tokenizer.json");
   return_freed_memory();  // frees tens of MiB of text and tables that the plan does not count
-  config = match_tokenizer(flags, config, tokenizer);
-  tasks.check(config, tokenizer);
+  config = match_tokenizer(flags.settings, config, tokenizer);
+  line.tasks.check(config, tokenizer);
   check_interrupted();
   const ShardSet shard_set(shards, tokenizer);
   progress.print(
@@ -322,104 +295,77 @@ int train_rank(Command& command, const TrainFlags& flags, const CommonOptions& c
                   format_count(static_cast<double>(shard_set.tokens(Split::kTrain))),
                   format_count(static_cast<double>(shard_set.tokens(Split::kValidation)))));
 
-  const LoadOptions load{.allow_non_finite = common.allow_non_finite};
   const auto resume_from = agreed_resume_point(ranks, flags, *folder);
-  // A warm-up that was not given was derived from the earlier run's number of steps, and a batch
-  // from its number of ranks.
-  if (resume_from) {
-    TWELL_REQUIRE(resume_from->step <= options.steps,
-                  "the run has done {} steps already, more than the {} asked for: give --steps a "
-                  "larger number, or go back with --resume-from STEP",
-                  resume_from->step, options.steps);
-    TrainOptions saved = requested;
-    if (saved.warmup_steps < 0) {
-      saved.warmup_steps = saved_option(resume_from->folder, "warmup-steps");
-    }
-    if (saved.batch_tokens == 0) {
-      saved.batch_tokens = saved_option(resume_from->folder, "batch-tokens");
-    }
-    options = resolve_options(saved, config);
-  }
-  const std::unique_ptr<Model> model =
-      make_model(ctx, flags, load, config, options.seed, resume_from);
-  progress.print(fmt::format(
-      "model: {} parameters, {} layers, width {}, FFN {}, on {}{}{}",
-      format_count(static_cast<double>(config.parameter_count())), config.layers, config.width,
-      config.ffn, options.ranks == 1 ? "" : fmt::format("{} ranks, ", options.ranks), device.name(),
-      resume_from ? fmt::format(", resumed at step {}", resume_from->step) : ""));
+  StartedRun started(ctx, flags.settings, config, requested, resume_from,
+                     {.allow_non_finite = common.allow_non_finite});
+  const TrainOptions& options = started.options();
+  progress.print(starting_line(config, options, device, resume_from));
   if (resume_from && resume_from->step == options.steps) {
     progress.print("nothing is left to do: every step is done; a larger --steps trains on");
   }
   if (ranks.communicator() != nullptr) {
-    ranks.require_equal(
-        "state",
-        {{"shards", fingerprint(MappedFile(shards / "manifest.json").bytes())},
-         {"weights before the first step", fingerprint(std::as_bytes(model->flat.span()))}});
+    ranks.require_equal("state",
+                        {{"shards", fingerprint(MappedFile(shards / "manifest.json").bytes())},
+                         {"weights before the first step",
+                          fingerprint(std::as_bytes(started.model().flat.span()))}});
   }
-  // A copy of the original model, for distillation and for the comparison.
-  const bool original_needed = flags.relufy || options.distill > 0.0;
-  const std::unique_ptr<Model> original =
-      original_needed ? load_model(ctx, flags.from, load) : nullptr;
-  TrainRun run{
-      options,
-      tokenizer,
-      shard_set,
-      *folder,
-      given_options_json(command, {"data", "shards", "tokenizer", "from", "task-data", "out"}),
-      resume_from,
-      flags.tensorboard,
-      stop,
-      progress.log_sink(),
-      {}};
-  run.companions = companions(flags);
+  TrainRun run{options,
+               tokenizer,
+               shard_set,
+               *folder,
+               saved_options,
+               resume_from,
+               flags.settings.tensorboard,
+               stop_on_signals(),
+               progress.log_sink(),
+               {}};
+  run.companions = started.companions();
   run.on_progress = [&](const Progress& now) {
     if (now.metrics.step == 0) {
       progress.print(fmt::format("validation CE {:.3f} before the first step", *now.validation_ce));
       return;
     }
-    progress.update(format_progress(now.metrics, now.steps, now.validation_ce, now.eta_seconds),
-                    now.metrics.validation_ce.has_value());
+    progress.update(
+        [&](size_t columns) {
+          return format_progress(now.metrics, now.steps, now.validation_ce, now.eta_seconds,
+                                 columns);
+        },
+        now.metrics.validation_ce.has_value());
   };
-  const Model* const teacher = options.distill > 0.0 ? original.get() : nullptr;
-  const auto engine = device.engine(ctx, *model, shard_set, options, teacher, ranks.communicator());
+  started.make_engine(ctx, device, shard_set, ranks.communicator());
   ranks.wait_for_all();  // reading a checkpoint takes any time
-  const TrainSummary summary = run_training(ctx, *engine, run);
+  const TrainSummary summary = run_training(ctx, started.engine(), run);
   progress.finish();
   if (!ranks.first()) return summary.interrupted ? interrupted_exit_code() : kExitOk;
   print_summary(summary, options, resume_from.has_value());
-  if (flags.relufy && !summary.interrupted && options.validate_every > 0) {
-    const ValidationOptions held_out{.sequences = options.validation_sequences,
-                                     .length = options.sequence_length,
-                                     .document_mask = options.document_mask};
-    const SideBySide figures = compare_side_by_side(ctx, *original, *model, shard_set, held_out);
-    if (!tasks.run(ctx, *original, *model, tokenizer, stop, progress)) {
-      return interrupted_exit_code();
-    }
-    print_side_by_side(figures, tasks, common.out);
-  }
-  return summary.interrupted ? interrupted_exit_code() : kExitOk;
+  const bool compares = flags.settings.relufy && !summary.interrupted && options.validate_every > 0;
+  const bool whole =
+      !compares || compare_models(line, ctx, started, shard_set, tokenizer, progress);
+  return summary.interrupted || !whole ? interrupted_exit_code() : kExitOk;
 }
 
 // Starts the ranks, or plans the run and takes part in it. The ranks are connected already, so that
 // they learn of what one of them refuses.
 int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
                    const RankIdentity& identity, int64_t to_start, const RankGroup& ranks) {
-  flags.from = checkpoint_folder(flags.from);
-  ModelConfig config = requested_config(flags);
-  const std::string dense = turn_off_useless_l1(command, flags, config);
-  TrainOptions requested = train_options(flags, common);
-  add_relufy(flags, requested);
-  TaskComparison tasks(flags.tasks);
+  flags.settings.from = checkpoint_folder(flags.settings.from);
+  common.seed = flags.settings.train.seed;
+  const ModelConfig config = requested_config(flags.settings);
+  const auto [asked, note] = requested_options(flags.settings, config);
+  TWELL_REQUIRE(flags.settings.relufy || flags.tasks.tasks.empty(), "--tasks goes with --relufy");
+  TrainCommand line{command, flags, common, TaskComparison(flags.tasks)};
   if (flags.gpus > 0) common.device = "cuda";
   if (flags.ranks > 0) common.device = "cpu";
+  TrainOptions requested = asked;
   requested.ranks = to_start > 0 ? to_start : identity.size;
   const TrainOptions options = resolve_options(requested, config);
-  const fs::path shards = flags.shards.empty() ? common.out / "shards" : flags.shards;
+  // Without --out, which only a dry run may leave out, there are no shards yet.
+  const fs::path shards = common.out.empty() ? flags.shards : line.shards();
   const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);
   if (to_start > 0 && !flags.dry_run) {
     return launch_ranks({to_start, flags.max_restarts, common.out});
   }
-  if (!dense.empty() && ranks.first()) print_error("twell: warning: {}\n", dense);
+  if (!note.empty() && !flags.resume && ranks.first()) print_error("twell: warning: {}\n", note);
   share_threads(identity, common);
   if (flags.dry_run && common.device == "cuda") {
     if (const std::string no_gpu = gpu_unavailable(); !no_gpu.empty()) {
@@ -429,7 +375,11 @@ int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
       return kExitOk;
     }
   }
-  const TrainDevice device(common, config, options, identity);
+  const int gpu = use_cuda(common) ? device_of_rank(identity, gpu_count()) : -1;
+  const RunDevice device(gpu, common.device == "auto", config, options);
+  if (!device.why_not_gpu().empty() && ranks.first()) {
+    print_error("twell: training on the CPU: {}\n", device.why_not_gpu());
+  }
   const RunPlan plan = device.plan(config, options, data_bytes);
   if (flags.dry_run) {
     print_plan(options, plan);
@@ -438,12 +388,15 @@ int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
   require_memory(plan.memory_bytes() * (device.on_gpu() ? 1 : identity.local_size));
   device.require_memory(plan);
   stop_on_signals();
-  return train_rank(command, flags, common, config, requested, tasks, device, ranks);
+  return train_rank(line, config, requested, device, ranks);
 }
 
 int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   const RankIdentity identity = process_identity();
-  if (!flags.dry_run && started_again() && can_continue(common.out, identity.rank == 0)) {
+  flags.resume = flags.resume || flags.resume_from || flags.fall_back;
+  TWELL_REQUIRE(!common.out.empty() || (flags.dry_run && !flags.resume),
+                "no output folder given: add --out DIR");
+  if (!flags.dry_run && started_again() && can_continue(common.out)) {
     flags.resume = true;
     if (flags.resume_from && identity.rank == 0) {
       print_error(
@@ -453,10 +406,14 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
     }
     flags.resume_from.reset();
   }
-  flags.resume = flags.resume || flags.resume_from || flags.fall_back;
-  TWELL_REQUIRE(!common.out.empty() || flags.dry_run, "no output folder given: add --out DIR");
   const fs::path options_file = common.out / "options.json";
-  if (flags.resume && fs::exists(options_file)) apply_config_file(command, options_file);
+  if (flags.resume && fs::exists(options_file)) {
+    // The number of ranks is remembered, unless it is given or a launcher has decided it.
+    const bool decided =
+        command.at("gpus").given() || command.at("ranks").given() || identity.size > 1;
+    apply_saved_options(command, options_file, kMadeTheData,
+                        decided ? std::set<std::string>{"gpus", "ranks"} : std::set<std::string>{});
+  }
 
   const int64_t to_start = ranks_to_start(flags, common, identity);
   const bool is_rank = to_start == 0 && !flags.dry_run;
@@ -479,9 +436,11 @@ int train(Command& command, TrainFlags& flags, CommonOptions& common) {
   } catch (const AgreedError&) {
     throw;
   } catch (const std::bad_alloc&) {
+    prints_error();  // before the others learn of it
     ranks.fail("out of memory");
     throw;
   } catch (const std::exception& error) {
+    prints_error();
     ranks.fail(error.what());
     throw;
   }
@@ -501,7 +460,8 @@ void add_train_command(Command& root, CommonOptions& common) {
   add_non_finite_option(command, common);
   add_out_option(command, common, "Folder of the run");
   add_train_flags(command, *flags);
-  add_compute_options(command, common);
+  add_threads_option(command, common);
+  add_device_option(command, common);
   command.footer(kTrainFooter);
 }
 

@@ -40,15 +40,6 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 
-# given OPTION: true if the caller gave it. default OPTION VALUE: passes VALUE on if not.
-given() {
-  local word
-  for word in "${train[@]}"; do
-    [[ $word == "$1" || $word == "$1="* ]] && return 0
-  done
-  return 1
-}
-default() { given "$1" || train+=("$@"); }
 step() { printf '\n== %s\n' "$*"; }
 
 step "install and build"
@@ -70,14 +61,7 @@ if [[ -e $out/options.json ]]; then
   # The run folder stores its options, so only those given now are passed.
   "$twell" train --out "$out" --resume "${train[@]}"
 else
-  default --bad-files skip
-  default --max-data-bytes 50000000
-  default --preset tiny
-  given --tokens || default --steps 600
-  default --lr 2e-3
-  default --l1 1e-3
-  default --log-every 5
-  "$twell" train --out "$out" "${data[@]}" "${train[@]}"
+  "$twell" train --config recipes/quickstart.toml --out "$out" "${data[@]}" "${train[@]}"
 fi
 
 step "inspect: active neurons on held-out text"

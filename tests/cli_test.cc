@@ -197,7 +197,7 @@ TEST_F(CliTest, OutputFolders) {
   EXPECT_THAT(longer.out, testing::Not(ContainsRegex("validation CE +[0-9.]+ -> ")));
   fs::remove_all(folder_ / "longer/checkpoints");
   const std::string metrics = slurp(folder_ / "longer/metrics.jsonl");
-  expect_refused({"train", "--out", "longer", "--resume"}, "no checkpoint");
+  expect_refused({"train", "--out", "longer", "--resume"}, "the checkpoints of longer are lost");
   EXPECT_EQ(slurp(folder_ / "longer/metrics.jsonl"), metrics);
 
   const Result from = run({"train", "--data", "text", "--out", "c", "--from", "a/checkpoint",
@@ -211,6 +211,155 @@ TEST_F(CliTest, OutputFolders) {
                  "model.safetensors");
 }
 
+// The current folder holds a run, which an option that was not given must not mean.
+TEST_F(CliTest, NoPathIsNoFolder) {
+  const std::string empty = run({"train", "--dry-run"}).out;
+  ASSERT_EQ(run(train("other", {"--steps", "2"})).code, 0);
+  fs::copy(folder_ / "other" / "checkpoint/", folder_ / "checkpoint", fs::copy_options::recursive);
+  fs::copy(folder_ / "other" / "shards", folder_ / "shards", fs::copy_options::recursive);
+  const Result plan = run({"train", "--dry-run"});
+  EXPECT_EQ(plan.code, 0) << plan.err;
+  EXPECT_EQ(plan.out, empty);
+  ASSERT_EQ(run(train("new", {"--steps", "2", "--width", "24"})).code, 0);
+  EXPECT_THAT(slurp(folder_ / "new/checkpoint/config.json"), HasSubstr("\"hidden_size\": 24"));
+  const Result bench = run({"bench", "decode", "--preset", "tiny", "--device", "cpu", "--batch",
+                            "1", "--prompt-tokens", "8", "--tokens", "2"});
+  EXPECT_EQ(bench.code, 0) << bench.err;
+  write("options.json", R"({"width": "24"})");
+  expect_refused({"train", "--dry-run", "--resume"}, "add --out DIR");
+}
+
+// A run that is killed before its first checkpoint begins again, whether it is resumed or started.
+TEST_F(CliTest, KilledBeforeTheFirstCheckpoint) {
+  const std::vector<std::string> options = {"--steps",          "60", "--save-every", "0",
+                                            "--validate-every", "0"};
+  ASSERT_EQ(run(train("whole", options)).code, 0);
+  for (const bool resume : {true, false}) {
+    const std::string out = resume ? "resumed" : "started";
+    std::vector<std::string> longer = options;
+    longer[1] = "100000";
+    EXPECT_EQ(signal_after(start(train(out, longer)), out, 5, SIGKILL).code, 128 + SIGKILL);
+    const Result again =
+        resume ? run({"train", "--out", out, "--resume", "--steps", "60", "--warmup-steps", "6"})
+               : run(train(out, options));
+    EXPECT_EQ(again.code, 0) << again.err;
+    EXPECT_THAT(again.out, HasSubstr("ended before its first checkpoint: it begins again"));
+    EXPECT_EQ(weights(out), weights("whole"));
+    const std::string metrics = slurp(folder_ / out / "metrics.jsonl");
+    EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 60);
+  }
+}
+
+TEST_F(CliTest, AResumedRunRefusesOtherData) {
+  ASSERT_EQ(run(train("a", {"--steps", "2", "--max-data-bytes", "50000"})).code, 0);
+  fs::create_directory(folder_ / "more");
+  write("more/1.txt", "other text");
+  const auto refused = [&](const std::vector<std::string>& more, const std::string& fault) {
+    std::vector<std::string> words = {"train", "--out", "a", "--resume"};
+    words.insert(words.end(), more.begin(), more.end());
+    expect_refused(words, fault);
+  };
+  const std::string text = (folder_ / "text").string();
+  refused({"--data", "more"}, "another --data: the run has " + text + ", now more was given");
+  refused({"--data", "text", "more"}, "another --data");
+  refused({"--tokenizer", "a/checkpoint/tokenizer.json"},
+          "another --tokenizer: the run has none, now a/checkpoint/tokenizer.json was given");
+  refused({"--max-data-bytes", "60k"}, "the run has 50000, now 60k was given");
+  refused({"--val-fraction", "0.5"}, "the run has 0.01, now 0.5 was given");
+  refused({"--from", "a"}, "another --from");
+  refused({"--bad-files", "skip"}, "the run has error, now skip was given");
+  const Result same = run({"train", "--out", "a", "--resume", "--steps", "4", "--data", "./text/",
+                           "--max-data-bytes", "50k", "--val-fraction", "1e-2"});
+  EXPECT_EQ(same.code, 0) << same.err;
+}
+
+// A damaged line hides nothing that stands behind it, neither in a resumed run nor in a report.
+TEST_F(CliTest, ADamagedLineOfMetrics) {
+  ASSERT_EQ(run(train("a", {"--steps", "6", "--validate-every", "2"})).code, 0);
+  std::string metrics = slurp(folder_ / "a/metrics.jsonl");
+  const int64_t lines = std::count(metrics.begin(), metrics.end(), '\n');
+  const size_t third = metrics.find("\"step\":3");
+  metrics[metrics.rfind('{', third)] = '\0';
+  write("a/metrics.jsonl", metrics);
+  const Result report = run({"report", "--out", "a"});
+  EXPECT_EQ(report.code, 0) << report.err;
+  EXPECT_THAT(report.err, HasSubstr("warning: a/metrics.jsonl: line 4 is damaged"));
+  EXPECT_THAT(report.out, HasSubstr("\n       6 "));
+  const Result resumed = run({"train", "--out", "a", "--resume", "--steps", "8"});
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_THAT(resumed.err, HasSubstr("line 4 is damaged"));
+  metrics = slurp(folder_ / "a/metrics.jsonl");
+  EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), lines + 2);
+  const Result json = run({"report", "--out", "a", "--json"});
+  EXPECT_EQ(nlohmann::json::parse(json.out)["steps"], 8) << json.out;
+  EXPECT_EQ(json.out, slurp(folder_ / "a/report.json"));
+}
+
+// A service may start with its standard descriptors closed: no file gets their numbers.
+TEST_F(CliTest, ClosedStandardDescriptors) {
+  std::string command = "cd " + folder_.string() + " && " + TWELL_BINARY;
+  for (const std::string& word : train("a", {"--steps", "5", "--log-every", "0"})) {
+    command += " '" + word + "'";
+  }
+  EXPECT_EQ(std::system((command + " <&- >&- 2>&-").c_str()), 0);
+  std::istringstream rows(slurp(folder_ / "a/metrics.jsonl"));
+  int64_t count = 0;
+  for (std::string line; std::getline(rows, line); ++count) {
+    EXPECT_TRUE(nlohmann::json::accept(line)) << line;
+  }
+  EXPECT_EQ(count, 6);
+  EXPECT_EQ(run({"eval", "--checkpoint", "a", "--data", "text"}).code, 0);
+}
+
+// Paths are bytes; JSON holds text.
+TEST_F(CliTest, PathsThatAreNotUtf8) {
+  const std::string out = "caf\xe9", data = "d\xe4t\xef\x9e\x80";
+  fs::rename(folder_ / "text", folder_ / data);
+  std::vector<std::string> words = train(out, {"--steps", "4", "--save-every", "2"});
+  words[2] = data;
+  const Result trained = run(words);
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  EXPECT_TRUE(nlohmann::json::accept(slurp(folder_ / out / "options.json")));
+  // The options are read as they were.
+  const Result resumed = run({"train", "--out", out, "--resume", "--steps", "6", "--data", data});
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  for (const std::vector<std::string>& command : std::vector<std::vector<std::string>>{
+           {"report", "--out", out, "--json"},
+           {"eval", "--checkpoint", out, "--data", data, "--json"},
+           {"inspect", "--checkpoint", out, "--json"}}) {
+    const Result result = run(command);
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_TRUE(nlohmann::json::accept(result.out)) << result.out;
+  }
+  expect_refused({"train", "--out", out, "--resume", "--data", "b\xe4"}, "another --data");
+}
+
+TEST_F(CliTest, WarmupStableDecayResumesBitForBit) {
+  const std::vector<std::string> options = {"--steps",    "300", "--save-every",     "20",
+                                            "--schedule", "wsd", "--decay-fraction", "0.9"};
+  ASSERT_EQ(run(train("whole", options)).code, 0);
+  EXPECT_EQ(signal_after(start(train("cut", options)), "cut", 50, SIGKILL).code, 128 + SIGKILL);
+  const Result resumed = run({"train", "--out", "cut", "--resume"});
+  EXPECT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_EQ(weights("cut"), weights("whole"));
+  expect_refused({"train", "--out", "cut", "--resume", "--schedule", "cosine"},
+                 "another decay-fraction");
+}
+
+// Moments in bf16 are rounded by numbers that depend on seed, step and place alone.
+TEST_F(CliTest, MomentsInBf16ResumeBitForBit) {
+  const std::vector<std::string> options = {"--steps",        "300",  "--save-every", "20",
+                                            "--moment-dtype", "bf16", "--beta2",      "0.999"};
+  ASSERT_EQ(run(train("whole", options)).code, 0);
+  EXPECT_EQ(signal_after(start(train("cut", options)), "cut", 50, SIGKILL).code, 128 + SIGKILL);
+  ASSERT_EQ(run({"train", "--out", "cut", "--resume"}).code, 0);
+  EXPECT_EQ(weights("cut"), weights("whole"));
+  std::vector<std::string> exact = options;
+  exact[5] = "f32";
+  ASSERT_EQ(run(train("f32", exact)).code, 0);
+  EXPECT_NE(weights("f32"), weights("whole"));
+}
+
 TEST_F(CliTest, BadNumbers) {
   const auto refused = [&](const std::string& flag, const std::string& value,
                            const std::string& fault) {
@@ -220,9 +369,9 @@ TEST_F(CliTest, BadNumbers) {
   refused("--steps", "-5", "-5");
   refused("--steps", "many", "--steps");
   refused("--tokens", "0", "--tokens");
-  refused("--lr", "nan", "learning rate");
-  refused("--lr", "-1", "learning rate");
-  refused("--l1", "inf", "L1");
+  refused("--lr", "nan", "--lr must be");
+  refused("--lr", "-1", "--lr must be");
+  refused("--l1", "inf", "--l1 must be");
   refused("--micro-batch", "0", "micro-batch");
   refused("--batch-tokens", "1000", "not a multiple");
   refused("--sequence-length", "1000000", "context");
@@ -230,7 +379,7 @@ TEST_F(CliTest, BadNumbers) {
   refused("--width", "1000000000000", "1000000000000");
   refused("--heads", "7", "heads");
   refused("--vocab-size", "0", "0");
-  refused("--keep-last", "0", "keep last");
+  refused("--keep-last", "0", "--keep-last");
   refused("--val-fraction", "2", "--val-fraction");
   refused("--threads", "-1", "--threads");
   refused("--seed", "-1", "--seed");
@@ -345,7 +494,12 @@ TEST_F(CliTest, Recipes) {
   const std::string folder = TWELL_SOURCE_DIR "/recipes/";
   const Result small = run({"train", "--dry-run", "--config", folder + "quickstart.toml"});
   EXPECT_EQ(small.code, 0) << small.err;
-  EXPECT_THAT(small.out, ContainsRegex("steps +1000\n"));
+  EXPECT_THAT(small.out, ContainsRegex("steps +600\n"));
+  // A flag wins over an option of the file that it excludes.
+  const Result tokens = run({"train", "--dry-run", "--config", folder + "quickstart.toml",
+                             "--tokens", "8192", "--context", "256", "--micro-batch", "8"});
+  EXPECT_EQ(tokens.code, 0) << tokens.err;
+  EXPECT_THAT(tokens.out, ContainsRegex("steps +4\n"));
   const Result half =
       run({"train", "--dry-run", "--config", folder + "0.5b.toml", "--device", "cpu"});
   EXPECT_EQ(half.code, 0) << half.err;
@@ -752,7 +906,7 @@ TEST_F(CliTest, PathsThatNameNoFileOrFolder) {
   expect_refused({"eval", "--checkpoint", golden("model"), "--data", ""}, "--data must be a path");
 }
 
-// Progress lines are cut to the terminal's width.
+// Progress lines are made for the terminal's width, and what the terminal echoes is overwritten.
 TEST_F(CliTest, ProgressFollowsTheTerminal) {
   const std::string out = run_in_terminal(60, train("a", {"--steps", "8"}));
   size_t lines = 0;
@@ -760,6 +914,8 @@ TEST_F(CliTest, ProgressFollowsTheTerminal) {
     const size_t end = out.find("\x1b[K", at);
     ASSERT_NE(end, std::string::npos);
     EXPECT_LT(end - at - 1, 60u) << out.substr(at + 1, end - at - 1);
+    EXPECT_NE(out[end - 1], '.') << "cut: " << out.substr(at + 1, end - at - 1);
+    EXPECT_TRUE(out[end + 3] == '\r' || out[end + 3] == '\n') << "the cursor stays at the end";
     ++lines;
   }
   EXPECT_GT(lines, 0u);
@@ -793,6 +949,12 @@ TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
   expect_refused({"train", "--setps", "5"}, "unknown option --setps; did you mean --steps?");
   expect_refused({"train", "--xyzzy"}, "unknown option --xyzzy; 'twell train --help' lists them");
   expect_refused({"trian"}, "unknown command 'trian'; did you mean train?");
+  expect_refused({"evaluate", "--data", "x"}, "unknown command 'evaluate'; did you mean eval?");
+  expect_refused({"gen"}, "did you mean generate?");
+  expect_refused({"xyzzy"}, "unknown command 'xyzzy'; the commands are train, generate, serve");
+  expect_refused({"train", "--micro"}, "did you mean --micro-batch?");
+  expect_refused({"train", "--steps", "3", "--tokens", "5"},
+                 "--steps cannot be combined with --tokens");
   expect_refused({"bench"}, "no command given; 'twell bench --help' lists them");
   expect_refused({"bench", "frward"}, "did you mean forward?");
   expect_refused({"train", "stray"}, "unexpected word 'stray' behind 'twell train'");
@@ -848,11 +1010,13 @@ TEST_F(CliTest, CompletesInEveryShell) {
         "source completion.bash\n"
         "ask() { COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); _twell; echo \"${COMPREPLY[*]}\"; }\n"
         "ask twell tok; ask twell train --save-dtype b; ask twell bench ffn --energy\n"
-        "ask twell train --data tex\n");
+        "ask twell train --data tex; ask twell train --preset t; ask twell train --schedule w\n"
+        "ask twell generate --ffn d; ask twell train --activation re\n");
   const std::string answers = (folder_ / "answers").string();
   ASSERT_EQ(std::system(("cd " + folder_.string() + " && bash complete.sh > " + answers).c_str()),
             0);
-  EXPECT_EQ(slurp(answers), "tokenize\nbf16\n--energy-seconds\ntext\n");
+  EXPECT_EQ(slurp(answers),
+            "tokenize\nbf16\n--energy-seconds\ntext\ntiny\nwsd\ndense\nrelu relu2\n");
 }
 
 TEST_F(CliTest, StandardInputAndRunFolders) {

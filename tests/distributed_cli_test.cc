@@ -234,6 +234,7 @@ TEST_F(DistributedTest, WhatOneRankRefusesEndsAllWithinMoments) {
   expect_all_end(ranks, 1, "unfit");
   fs::create_directory(folder_ / "run");
   write("run/options.json", "{}");
+  fs::create_directories(folder_ / "run/checkpoints/step-000001");
   expect_all_end({start(0, 2, {}), start(1, 2, {})}, 0, "run already holds a training run");
 }
 
@@ -362,8 +363,9 @@ TEST_F(DistributedTest, ALostProcessEndsTheRunWithItsRankAndStep) {
     EXPECT_EQ(result.code, 1) << result.err;
     const std::string fault =
         signal == SIGKILL ? "rank 1 ended in step" : "rank 1 has not answered";
-    // The two other ranks.
-    EXPECT_NE(result.err.find(fault), result.err.rfind(fault)) << result.err;
+    // Both other ranks find it; one prints it.
+    EXPECT_NE(result.err.find(fault), std::string::npos) << result.err;
+    EXPECT_EQ(result.err.find(fault), result.err.rfind(fault)) << result.err;
     EXPECT_THAT(result.err, HasSubstr("the last good checkpoint is " + out));
     EXPECT_NE(::kill(rank, 0), 0) << "the rank still runs";
     const int64_t steps = lines(out);
@@ -490,6 +492,45 @@ TEST_F(DistributedTest, ASignalToTheLauncherSaves) {
         run({"train", "--out", out, "--resume", "--steps", std::to_string(lines(out) + 3)}).code,
         0);
   }
+}
+
+// A rank that receives a signal tells the others: all save, and nothing is restarted.
+TEST_F(DistributedTest, ASignalToOneRankSavesAndEndsTheLauncher) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    const std::string out = "run" + std::to_string(signal);
+    fs::remove(folder_ / "stdout");
+    const pid_t launcher =
+        start(train(out, {"--steps", "100000", "--ranks", "2", "--max-restarts", "3"}));
+    wait_for_lines(out, 6);
+    ::kill(process(1), signal);
+    const Result result = finish(launcher);
+    EXPECT_EQ(result.code, 130) << result.err;
+    EXPECT_THAT(result.out, HasSubstr("interrupted and saved"));
+    EXPECT_THAT(result.err, HasSubstr("received signal " + std::to_string(signal)));
+    if (signal == SIGTERM) {
+      EXPECT_THAT(result.err, testing::StartsWith("twell: rank 1 received signal 15 (Terminated)"));
+    }
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
+}
+
+// The run goes on with as many ranks as it had, and refusals are printed once.
+TEST_F(DistributedTest, AResumedRunHasItsRanks) {
+  ASSERT_EQ(run(train("run", {"--steps", "4", "--ranks", "2"})).code, 0);
+  const Result same = run({"train", "--out", "run", "--resume", "--steps", "6"});
+  EXPECT_EQ(same.code, 0) << same.err;
+  EXPECT_THAT(same.out, HasSubstr("ranks: 2 processes"));
+  const Result one = run({"train", "--out", "run", "--resume", "--steps", "8", "--ranks", "1"});
+  EXPECT_EQ(one.code, 0) << one.err;
+  EXPECT_THAT(one.out, testing::Not(HasSubstr("processes")));
+  const Result alone = run({"train", "--out", "run", "--resume", "--steps", "10"});
+  EXPECT_THAT(alone.out, testing::Not(HasSubstr("processes")));
+  EXPECT_EQ(alone.code, 0) << alone.err;
+  const Result refused =
+      run({"train", "--out", "run", "--resume", "--ranks", "2", "--lr", "0.5", "--steps", "12"});
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("another lr"));
+  EXPECT_EQ(refused.err.find("another lr"), refused.err.rfind("another lr")) << refused.err;
 }
 
 // A requeued job: Slurm ends its ranks by SIGTERM and runs the same command again.

@@ -27,6 +27,7 @@
 #include "twell/checkpoint/config_json.h"
 #include "twell/infer/engine.h"
 #include "twell/infer/generate.h"
+#include "twell/train/run_folder.h"
 #ifdef TWELL_HAVE_CUDA
 #include "twell/infer/engine_cuda.h"
 #endif
@@ -58,12 +59,6 @@ int device_index(const std::string& name) {
 namespace {
 
 namespace fs = std::filesystem;
-
-// The folder of a checkpoint, also where a training run's folder is given.
-fs::path checkpoint_folder(const fs::path& folder) {
-  if (fs::exists(folder / "config.json") || !fs::exists(folder / "checkpoint")) return folder;
-  return folder / "checkpoint";
-}
 
 nb::str text_of(std::string_view text) {
   return nb::steal<nb::str>(

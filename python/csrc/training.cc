@@ -5,30 +5,30 @@
 #include <fmt/format.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <vector>
 
 #include "python/csrc/bindings.h"
 #include "twell/base/error.h"
+#include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
-#include "twell/train/engine_cpu.h"
+#include "twell/train/option_table.h"
 #include "twell/train/run.h"
+#include "twell/train/start.h"
 #include "twell/train/trainer.h"
-#ifdef TWELL_HAVE_CUDA
-#include "twell/train/engine_cuda.h"
-#endif
 
 namespace nb = nanobind;
 
@@ -38,153 +38,126 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// The kind of value that an option of type T takes, in words.
-template <typename T>
-constexpr std::string_view kKind = std::is_same_v<T, bool>       ? "True or False"
-                                   : std::is_integral_v<T>       ? "a whole number"
-                                   : std::is_floating_point_v<T> ? "a number"
-                                                                 : "a text";
-
-template <typename T>
-bool is_kind(const json& value) {
-  if constexpr (std::is_same_v<T, bool>) return value.is_boolean();
-  if constexpr (std::is_unsigned_v<T>) return value.is_number_unsigned();
-  if constexpr (std::is_integral_v<T>) return value.is_number_integer();
-  if constexpr (std::is_floating_point_v<T>) return value.is_number();
-  return value.is_string();
+// Names of flags in a message as Python spells them: --kv-heads as kv_heads. Commands in backquotes
+// stay as they are.
+std::string in_words_of_python(const std::string& message) {
+  std::string text;
+  bool command = false;
+  for (size_t i = 0; i < message.size(); ++i) {
+    if (message[i] == '`') command = !command;
+    const bool flag = !command && message.compare(i, 2, "--") == 0 && i + 2 < message.size() &&
+                      std::islower(static_cast<unsigned char>(message[i + 2])) != 0;
+    if (!flag) {
+      text += message[i];
+      continue;
+    }
+    for (i += 2; i < message.size(); ++i) {
+      const auto c = static_cast<unsigned char>(message[i]);
+      const bool inner = c == '-' && i + 1 < message.size() &&
+                         std::isalnum(static_cast<unsigned char>(message[i + 1])) != 0;
+      if (std::isalnum(c) == 0 && !inner) break;
+      text += c == '-' ? '_' : message[i];
+    }
+    --i;
+  }
+  return text;
 }
 
-// Takes options by name, and knows which nobody asked for.
-class Options {
- public:
-  explicit Options(const std::string& text) : given_(json::parse(text, nullptr, false)) {
-    TWELL_REQUIRE(given_.is_object(), "an option is not a finite number");
-  }
-
-  template <typename T>
-  void take(const char* name, T& value) {
-    known_.insert(name);
-    if (!given_.contains(name)) return;
-    const json& given = given_.at(name);
-    TWELL_REQUIRE(is_kind<T>(given), "option {}: {} is not {}", name, given.dump(), kKind<T>);
-    value = given.get<T>();
-  }
-  template <typename T>
-  T get(const char* name, T value) {
-    take(name, value);
-    return value;
-  }
-  bool has(const char* name) const { return given_.contains(name); }
-
-  void refuse_others() const {
-    for (const auto& [name, value] : given_.items()) {
-      TWELL_REQUIRE(known_.contains(name), "there is no option {}; the options are {}", name,
-                    fmt::join(known_, ", "));
+// The text that sets an option to this value. InputError when the value is of another kind.
+std::string text_of_value(const Option& option, const std::string& name, const json& value) {
+  const auto kind = [&]<typename T>(const T*) -> std::pair<bool, const char*> {
+    if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>) {
+      return {value.is_boolean(), "True or False"};
+    } else if constexpr (std::is_same_v<T, double> || std::is_same_v<T, float> ||
+                         std::is_same_v<T, std::optional<double>>) {
+      return {value.is_number(), "a number"};
+    } else if constexpr (std::is_integral_v<T> || std::is_same_v<T, std::optional<int64_t>>) {
+      return {value.is_number_integer(), "a whole number"};
+    } else {
+      return {value.is_string(), "a text"};
     }
-  }
-  std::string text() const { return given_.dump(1) + "\n"; }
+  };
+  const auto [fits, words] = std::visit(kind, option.target());
+  TWELL_REQUIRE(fits, "option {}: {} is not {}", name, value.dump(), words);
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
 
- private:
-  json given_;
-  std::set<std::string> known_;
+// Where a run is, and how it computes.
+struct RunArguments {
+  fs::path out, shards;
+  std::string device = "auto";
+  int64_t threads = 0;
+  bool resume = false;
 };
 
-ModelConfig model_of(Options& options, const Tokenizer& tokenizer) {
-  const fs::path from = options.get<std::string>("from", "");
-  if (!from.empty()) {
-    for (const char* name :
-         {"preset", "gated", "width", "ffn", "layers", "heads", "kv_heads", "head_dim", "context",
-          "tied", "activation", "rope_theta", "norm_eps", "init_std", "vocab_size"}) {
-      TWELL_REQUIRE(!options.has(name), "option {}: the checkpoint of from_ decides the model",
-                    name);
+// The options of a run in Python: those of the table, and these few. A keyword argument has '_' for
+// '-', and a flag with two spellings only its first.
+class RunOptions {
+ public:
+  explicit RunOptions(const std::string& text) : given_(json::parse(text, nullptr, false)) {
+    TWELL_REQUIRE(given_.is_object(), "an option is not a finite number");
+    add(Option("--out", "", &arguments_.out, "DIR", "", ""));
+    add(Option("--shards", "", &arguments_.shards, "DIR", "", ""));
+    add(Option("--device", "", &arguments_.device, "NAME", "", ""));
+    add(Option("--threads", "", &arguments_.threads, "N", "", "").range(0, 4096));
+    add(Option("--resume", "", &arguments_.resume, "", "", ""));
+    for (const OptionGroup& group : option_table()) {
+      for (const OptionRow& row : group.rows) add(make_option(row, group.heading, settings_));
     }
+    for (const auto& [name, value] : given_.items()) set(name, value);
+    TWELL_REQUIRE(!arguments_.out.empty(), "no output folder given: add out=DIR");
+    if (arguments_.resume) take_saved();
+    TWELL_REQUIRE(!arguments_.shards.empty(), "no shards given: add shards=DIR");
   }
-  const auto gated = options.get<bool>("gated", true);
-  ModelConfig config = from.empty()
-                           ? preset_config(options.get<std::string>("preset", "tiny"), gated)
-                           : load_config(from);
-  if (from.empty()) {
-    const bool shaped = options.has("width") || options.has("heads");
-    options.take("width", config.width);
-    options.take("ffn", config.ffn);
-    options.take("layers", config.layers);
-    options.take("heads", config.heads);
-    if (options.has("heads")) config.kv_heads = config.heads;
-    options.take("kv_heads", config.kv_heads);
-    if (shaped && config.heads > 0) config.head_dim = config.width / config.heads;
-    options.take("head_dim", config.head_dim);
-    options.take("context", config.context);
-    options.take("tied", config.tied_embeddings);
-    const auto activation = options.get<std::string>("activation", "relu");
-    config.activation = parse_activation(activation, "option activation");
-    options.take("rope_theta", config.rope_theta);
-    options.take("norm_eps", config.norm_eps);
-    options.take("init_std", config.init_std);
-    config.vocab_size = options.get<int64_t>("vocab_size", tokenizer.vocab_size());
-    config.eos_token = tokenizer.eos_token();
-  }
-  check_tokenizer(config, tokenizer);
-  config.validate();
-  return config;
-}
+  RunOptions(const RunOptions&) = delete;
 
-// The type that an option names, f32 where it is not given.
-DType dtype_of(Options& options, const char* name, const std::map<std::string, DType>& choices) {
-  const auto named = options.get<std::string>(name, "f32");
-  const auto found = choices.find(named);
-  if (found != choices.end()) return found->second;
-  std::vector<std::string> names;
-  for (const auto& [known, dtype] : choices) names.push_back(known);
-  throw InputError(
-      fmt::format("option {}: '{}' is none of {}", name, named, fmt::join(names, ", ")));
-}
+  const RunSettings& settings() const { return settings_; }
+  const RunArguments& arguments() const { return arguments_; }
+  std::string text() const { return given_.dump(1) + "\n"; }  // for options.json
 
-TrainOptions training_of(Options& options, const ModelConfig& config) {
-  TrainOptions train;
-  if (options.has("preset")) {
-    const TrainOptions recipe = preset_train_options(options.get<std::string>("preset", ""));
-    train.steps = recipe.steps;
-    train.batch_tokens = recipe.batch_tokens;
+ private:
+  void add(Option option) {
+    std::string name = option.name();
+    std::replace(name.begin(), name.end(), '-', '_');
+    option.called("option " + name + ":");
+    options_.emplace(std::move(name), std::move(option));
   }
-  options.take("steps", train.steps);
-  options.take("tokens", train.tokens);
-  options.take("sequence_length", train.sequence_length);
-  options.take("micro_batch", train.micro_batch);
-  options.take("batch_tokens", train.batch_tokens);
-  options.take("document_mask", train.document_mask);
-  train.recompute = parse_recompute(options.get<std::string>("recompute", "auto"));
-  options.take("lr", train.learning_rate);
-  options.take("min_lr_ratio", train.min_lr_ratio);
-  options.take("warmup_steps", train.warmup_steps);
-  options.take("beta1", train.beta1);
-  options.take("beta2", train.beta2);
-  options.take("eps", train.eps);
-  options.take("weight_decay", train.weight_decay);
-  train.moment_dtype =
-      dtype_of(options, "moment_dtype", {{"f32", DType::kF32}, {"bf16", DType::kBF16}});
-  options.take("clip", train.clip_norm);
-  if (!leaves_zeros(config.activation)) train.l1_coeff = 0.0;
-  options.take("l1", train.l1_coeff);
-  TWELL_REQUIRE(leaves_zeros(config.activation) || train.l1_coeff == 0.0,
-                "option l1: L1 makes no layer sparse with {}, which leaves no zeros: take "
-                "activation=\"relu\", or leave l1 out",
-                activation_name(config.activation));
-  train.l1_reduction = parse_l1_reduction(options.get<std::string>("l1_reduction", "sum"));
-  options.take("l1_zero_steps", train.l1_zero_steps);
-  options.take("l1_ramp_steps", train.l1_ramp_steps);
-  options.take("reinit_dead", train.reinit_dead);
-  options.take("reinit_strength", train.reinit_strength);
-  options.take("reinit_std", train.reinit_std);
-  options.take("validate_every", train.validate_every);
-  options.take("validation_sequences", train.validation_sequences);
-  options.take("save_every", train.save_every);
-  options.take("keep_last", train.keep_last);
-  train.save_dtype = dtype_of(options, "save_dtype",
-                              {{"f32", DType::kF32}, {"bf16", DType::kBF16}, {"f16", DType::kF16}});
-  options.take("seed", train.seed);
-  train.ffn_policy = parse_ffn_train_policy(options.get<std::string>("ffn_policy", "auto"));
-  return train;
-}
+  void set(const std::string& name, const json& value) {
+    const auto found = options_.find(name);
+    if (found == options_.end()) {
+      std::vector<std::string> names;
+      for (const auto& [known, option] : options_) names.push_back(known);
+      throw InputError(
+          fmt::format("there is no option {}; the options are {}", name, fmt::join(names, ", ")));
+    }
+    found->second.set({text_of_value(found->second, name, value)});
+  }
+  // What the run in `out` began with and was not given now. The command line saves all values as
+  // text, and options that Python does not have.
+  void take_saved() {
+    const fs::path file = arguments_.out / "options.json";
+    const json saved = fs::exists(file) ? json::parse(read_file(file), nullptr, false) : json();
+    TWELL_REQUIRE(saved.is_object(), "nothing to resume: {} holds no options of a run",
+                  arguments_.out.string());
+    for (const auto& [flag, value] : saved.items()) {
+      std::string name = flag;
+      std::replace(name.begin(), name.end(), '-', '_');
+      const auto found = options_.find(name);
+      const bool other_length = (name == "steps" && given_.contains("tokens")) ||
+                                (name == "tokens" && given_.contains("steps"));
+      if (found == options_.end() || given_.contains(name) || other_length) continue;
+      found->second.set({value.is_string() ? value.get<std::string>() : value.dump()});
+      given_[name] = value;
+    }
+    given_.erase("resume");
+    if (arguments_.shards.empty()) arguments_.shards = arguments_.out / "shards";
+  }
+
+  json given_;
+  RunSettings settings_;
+  RunArguments arguments_;
+  std::map<std::string, Option> options_;
+};
 
 // Ends a long call with the exception of a Python signal handler (Ctrl-C). Without the GIL.
 void check_signals() {
@@ -197,73 +170,49 @@ class TrainingRun {
  public:
   explicit TrainingRun(const std::string& text)
       : options_(text),
-        ctx_(options_.get<int>("threads", 0)),
-        shards_folder_(options_.get<std::string>("shards", "")),
-        tokenizer_(Tokenizer::load(shards_folder_ / "tokenizer.json")),
-        shards_(shards_folder_, tokenizer_),
-        config_(model_of(options_, tokenizer_)),
-        train_(resolve_options(training_of(options_, config_), config_)) {
-    const fs::path out = options_.get<std::string>("out", "");
-    const int device = device_index(options_.get<std::string>("device", "auto"));
-    options_.refuse_others();
-    TWELL_REQUIRE(!out.empty(), "no output folder given: add out=DIR");
-    folder_ = std::make_unique<RunFolder>(out, /*resume=*/false);
-    if (options_.has("from")) {
-      model_ = load_model(ctx_, options_.get<std::string>("from", ""));
-    } else {
-      model_ = std::make_unique<Model>(config_);
-      init_weights(ctx_, *model_, train_.seed);
-    }
-#ifdef TWELL_HAVE_CUDA
-    if (device >= 0) {
-      const std::string why = cuda_run_unsupported(config_, train_);
-      const bool automatic = options_.get<std::string>("device", "auto") == "auto";
-      TWELL_REQUIRE(why.empty() || automatic, "device cuda: {}", why);
-      if (why.empty()) {
-        device_ = device;
-        select_device();
-        gpu_ = std::make_unique<Gpu>();
-        engine_ = std::make_unique<TrainEngineCuda>(gpu_->ctx, *model_, &shards_, train_);
-      }
-    }
-#else
-    static_cast<void>(device);
-#endif
-    if (!engine_) engine_ = std::make_unique<TrainEngineCpu>(ctx_, *model_, shards_, train_);
+        ctx_(static_cast<int>(options_.arguments().threads)),
+        tokenizer_(Tokenizer::load(options_.arguments().shards / "tokenizer.json")),
+        shards_(options_.arguments().shards, tokenizer_) {
+    const RunSettings& settings = options_.settings();
+    const RunArguments& arguments = options_.arguments();
+    const ModelConfig config = match_tokenizer(settings, requested_config(settings), tokenizer_);
+    const TrainOptions requested = requested_options(settings, config).options;
+    folder_ = std::make_unique<RunFolder>(arguments.out, arguments.resume);
+    if (arguments.resume) resume_from_ = folder_->resume_point({});
+    const int gpu = device_index(arguments.device);
+    device_ = std::make_unique<RunDevice>(gpu, arguments.device == "auto", config,
+                                          resolve_options(requested, config));
+    started_ = std::make_unique<StartedRun>(ctx_, settings, config, requested, resume_from_);
+    started_->make_engine(ctx_, *device_, shards_, nullptr);
+    if (resume_from_) done_ = resume_from_->step;
   }
 
-  int64_t steps() const { return train_.steps; }
+  int64_t steps() const { return train().steps; }
   int64_t steps_done() const { return done_; }
 
   // One optimizer step; its metrics as the text of a JSON object, as in metrics.jsonl.
   std::string step() {
     const Use use(busy_);
     TWELL_REQUIRE(!ran_, "run() has trained this model already");
-    select_device();
-    if (!trainer_) {
-      trainer_ = std::make_unique<Trainer>(
-          ctx_, *engine_, shards_, train_,
-          fmt::format("{} train + {} validation, tokenizer {}", shards_.tokens(Split::kTrain),
-                      shards_.tokens(Split::kValidation), tokenizer_.hash()));
-      folder_->begin(options_.text());
-    }
-    TWELL_REQUIRE(!trainer_->finished(), "the run has ended after {} steps", train_.steps);
+    device_->select();
+    if (!trainer_) begin();
+    TWELL_REQUIRE(!trainer_->finished(), "the run has ended after {} steps", train().steps);
     const StepMetrics metrics = trainer_->train_step();
     done_ = trainer_->steps_done();
     return metrics_json(metrics).dump();
   }
   double validate() {
     const Use use(busy_);
-    select_device();
-    return engine_->validate();
+    device_->select();
+    return started_->engine().validate();
   }
   // Saves a checkpoint in the run's folder and returns where.
   std::string save() {
     const Use use(busy_);
     TWELL_REQUIRE(trainer_ != nullptr, "nothing to save before the first step()");
-    select_device();
+    device_->select();
     const Checkpoint saved =
-        folder_->save(done_, train_.keep_last, [&](const fs::path& checkpoint) {
+        folder_->save(done_, train().keep_last, [&](const fs::path& checkpoint) {
           trainer_->save(checkpoint);
           tokenizer_.save(checkpoint / "tokenizer.json");
         });
@@ -281,8 +230,18 @@ class TrainingRun {
     TrainSummary summary;
     {
       const nb::gil_scoped_release release;
-      select_device();
-      TrainRun run{train_, tokenizer_, shards_, *folder_, options_.text(), {}, false, stop, {}, {}};
+      device_->select();
+      TrainRun run{train(),
+                   tokenizer_,
+                   shards_,
+                   *folder_,
+                   options_.text(),
+                   resume_from_,
+                   options_.settings().tensorboard,
+                   stop,
+                   {},
+                   {}};
+      run.companions = started_->companions();
       run.log = [](LogLevel, std::string_view) {};
       run.on_progress = [&](const Progress& now) {
         done_ = now.metrics.step;
@@ -296,7 +255,7 @@ class TrainingRun {
           stop = true;
         }
       };
-      summary = run_training(ctx_, *engine_, run);
+      summary = run_training(ctx_, started_->engine(), run);
     }
     if (thrown) throw std::move(*thrown);
     done_ = summary.steps_done;
@@ -316,30 +275,27 @@ class TrainingRun {
    private:
     std::atomic<bool>& busy_;
   };
-#ifdef TWELL_HAVE_CUDA
-  struct Gpu {
-    CudaStream stream;
-    CudaContext ctx{stream.get()};
-  };
-  std::unique_ptr<Gpu> gpu_;
-  void select_device() const {
-    if (device_ >= 0) TWELL_CUDA_CHECK(cudaSetDevice(device_));
+  const TrainOptions& train() const { return started_->options(); }
+  void begin() {
+    trainer_ = std::make_unique<Trainer>(
+        ctx_, started_->engine(), shards_, train(),
+        fmt::format("{} train + {} validation, tokenizer {}", shards_.tokens(Split::kTrain),
+                    shards_.tokens(Split::kValidation), tokenizer_.hash()));
+    if (resume_from_) {
+      trainer_->restore(resume_from_->folder);
+      folder_->discard_after(resume_from_->step);
+    }
+    folder_->begin(options_.text());
   }
-#else
-  void select_device() const {}
-#endif
 
-  Options options_;
-  int device_ = -1;
+  RunOptions options_;
   Context ctx_;
-  fs::path shards_folder_;
   Tokenizer tokenizer_;
   ShardSet shards_;
-  ModelConfig config_;
-  TrainOptions train_;  // resolved
   std::unique_ptr<RunFolder> folder_;
-  std::unique_ptr<Model> model_;
-  std::unique_ptr<TrainEngine> engine_;
+  std::optional<Checkpoint> resume_from_;
+  std::unique_ptr<RunDevice> device_;
+  std::unique_ptr<StartedRun> started_;
   std::unique_ptr<Trainer> trainer_;
   std::atomic<int64_t> done_ = 0;
   bool ran_ = false;
@@ -378,16 +334,24 @@ std::pair<int64_t, int64_t> tokenize(const std::vector<std::string>& data, const
 
 }  // namespace
 
+std::unique_ptr<TrainingRun> training_run(const std::string& options) {
+  try {
+    return std::make_unique<TrainingRun>(options);
+  } catch (const InputError& error) {
+    throw InputError(in_words_of_python(error.what()));
+  }
+}
+
 void bind_training(nb::module_& m) {
   const auto released = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<TrainingRun>(m, "TrainingRun")
-      .def(nb::init<const std::string&>(), released)
       .def_prop_ro("steps", &TrainingRun::steps)
       .def_prop_ro("steps_done", &TrainingRun::steps_done)
       .def("step", &TrainingRun::step, released)
       .def("validate", &TrainingRun::validate, released)
       .def("save", &TrainingRun::save, released)
       .def("run", &TrainingRun::run);
+  m.def("training_run", &training_run, released);
   m.def("tokenize", [](const nb::list& data, const std::string& folder,
                        const std::string& tokenizer, int64_t vocab_size, double validation_fraction,
                        uint64_t seed, int threads) {

@@ -71,7 +71,7 @@ def test_starts_from_a_checkpoint(shards, tmp_path):
     options = {k: v for k, v in SMALL.items() if k not in ("width", "ffn", "layers", "heads", "context")}
     second = twell.Trainer(out=tmp_path / "second", shards=shards, from_=first.save(), **options)
     assert second.step()["ce"] < before[0]
-    with pytest.raises(ValueError, match="option width: the checkpoint of from_ decides the model"):
+    with pytest.raises(ValueError, match="from takes the model from the checkpoint"):
         twell.Trainer(out=tmp_path / "third", shards=shards, from_=first.save(), width=32)
 
 
@@ -115,21 +115,54 @@ def test_control_c_ends_tokenize(tmp_path):
     assert time.monotonic() < start + 30
 
 
+def test_resume(shards, tmp_path):
+    options = {**SMALL, "save_every": 0}
+    whole = [row["ce"] for row in twell.Trainer(out=tmp_path / "whole", shards=shards, **options)]
+    first = twell.Trainer(out=tmp_path / "cut", shards=shards, **options)
+    losses = [first.step()["ce"] for _ in range(3)]
+    first.save()
+    losses.append(first.step()["ce"])  # lost
+    del first
+    second = twell.Trainer(out=tmp_path / "cut", resume=True)
+    assert second.steps_done == 3
+    assert losses[:3] + [row["ce"] for row in second] == whole
+    # Nothing was saved: the run begins again.
+    third = twell.Trainer(out=tmp_path / "unsaved", shards=shards, **options)
+    third.step()
+    del third
+    again = twell.Trainer(out=tmp_path / "unsaved", resume=True)
+    assert again.steps_done == 0 and again.step()["ce"] == whole[0]
+
+
 def test_faults(shards, tmp_path):
     with pytest.raises(ValueError, match="there is no option widht"):
         twell.Trainer(out=tmp_path / "a", shards=shards, widht=32)
     for name, value, kind in [("steps", "many", "a whole number"), ("steps", 2.5, "a whole number"),
                               ("lr", "1", "a number"), ("gated", 1, "True or False"),
-                              ("seed", -1, "a whole number"), ("preset", 2, "a text")]:
+                              ("preset", 2, "a text")]:
         with pytest.raises(ValueError, match=f"option {name}: .* is not {kind}"):
             twell.Trainer(out=tmp_path / "a", shards=shards, **{name: value})
-    with pytest.raises(ValueError, match="option moment_dtype: 'f16' is none of bf16, f32"):
+    with pytest.raises(ValueError, match="option moment_dtype: must be f32 or bf16, got 'f16'"):
         twell.Trainer(out=tmp_path / "a", shards=shards, moment_dtype="f16")
+    for given, fault in [
+        # As `twell train` refuses them.
+        ({**SMALL, "tokens": 4096}, "give steps or tokens, not both"),
+        ({**SMALL, "width": 18, "heads": 4}, "width 18 is not a multiple of 4 heads; give head_dim"),
+        ({**SMALL, "seed": -1}, "option seed: -1 is negative"),
+        ({**SMALL, "micro_batch": 0}, "option micro_batch: must be 1 to 65536, got 0"),
+        ({**SMALL, "from_": ""}, "from_ must be a path"),
+    ]:
+        with pytest.raises(ValueError, match=fault):
+            twell.Trainer(out=tmp_path / "a", shards=shards, **given)
+    with pytest.raises(ValueError, match="out must be a path"):
+        twell.Trainer(out="", shards=shards)
+    with pytest.raises(ValueError, match="shards must be a path"):
+        twell.Trainer(out=tmp_path / "a", shards="")
     with pytest.raises(ValueError, match="not a finite number"):
         twell.Trainer(out=tmp_path / "a", shards=shards, lr=float("nan"))
     with pytest.raises(ValueError, match="tokenizer.json"):
         twell.Trainer(out=tmp_path / "a", shards=tmp_path)
-    with pytest.raises(ValueError, match="option l1: L1 makes no layer sparse with silu"):
+    with pytest.raises(ValueError, match="l1 makes no layer sparse with silu.*take activation relu"):
         twell.Trainer(out=tmp_path / "a", shards=shards, activation="silu", **SMALL)
     smooth = {**SMALL, "activation": "silu"}
     del smooth["l1"]

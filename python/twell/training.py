@@ -39,34 +39,44 @@ def tokenize(
     )
 
 
+def _absolute(path: str | os.PathLike, name: str) -> str:
+    # An empty path would mean the current folder.
+    text = os.fspath(path)
+    if not text:
+        raise ValueError(f"{name} must be a path, got {text!r}")
+    return os.path.abspath(text)
+
+
 class Trainer:
     """A training run in the folder `out`, on shards of `tokenize` or of `twell tokenize`. `run`
     trains it as a whole; or iterate over the trainer, or call `step`, and `save`.
 
-    Options are these of `twell train`, whose help explains them, with `_` for `-`:
+    resume: goes on with the run in `out` from its newest checkpoint; options that are not given are
+        those that it began with, its shards too.
+    device: "auto", "cpu", "cuda" or "cuda:N"; threads, of the CPU.
 
-        device      "auto", "cpu", "cuda" or "cuda:N"; threads, of the CPU
-        model       preset ("tiny"), width, ffn, layers, heads, kv_heads, head_dim, context, gated,
-                    tied, activation, rope_theta, norm_eps, init_std, vocab_size; or instead
-                    from_, a checkpoint to start from
-        length      steps (1000) or tokens, sequence_length, micro_batch (8), batch_tokens,
-                    document_mask
-        optimizer   lr (1e-3), min_lr_ratio, warmup_steps, beta1, beta2, eps, weight_decay, clip
-        sparsity    l1 (2e-5), l1_reduction, l1_zero_steps, l1_ramp_steps, reinit_dead,
-                    reinit_strength, reinit_std, ffn_policy
-        output      validate_every, validation_sequences, save_every, keep_last, save_dtype
-        memory      recompute, moment_dtype; on a GPU
-        seed
-
-    A run that was saved goes on with `twell train --resume --out DIR`. Wrong or unknown options
-    are a ValueError.
+    All other options are those of `twell train`, whose help explains them, with `_` for `-`:
+    `lr=1e-3, batch_tokens=65536, gated=False`; `from_` is a checkpoint to start from. The command
+    goes on with a run of Python, `twell train --resume --out DIR`, and Python with one of the
+    command. Wrong or unknown options are a ValueError.
     """
 
-    def __init__(self, *, out: str | os.PathLike, shards: str | os.PathLike, **options):
-        given = {"out": os.path.abspath(out), "shards": os.path.abspath(shards), **options}
+    def __init__(
+        self,
+        *,
+        out: str | os.PathLike,
+        shards: str | os.PathLike | None = None,
+        resume: bool = False,
+        **options,
+    ):
+        given = {"out": _absolute(out, "out"), **options}
+        if shards is not None:
+            given["shards"] = _absolute(shards, "shards")
+        if resume:
+            given["resume"] = True
         if "from_" in options:
-            given["from"] = os.path.abspath(given.pop("from_"))
-        self._run = _engine.TrainingRun(json.dumps(given))
+            given["from"] = _absolute(given.pop("from_"), "from_")
+        self._run = _engine.training_run(json.dumps(given))
 
     @property
     def steps(self) -> int:

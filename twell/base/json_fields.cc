@@ -29,6 +29,10 @@ const json& typed(const JsonFields& fields, std::string_view name,
 
 }  // namespace
 
+std::string json_text(const json& value, int indent) {
+  return value.dump(indent, ' ', false, json::error_handler_t::replace);
+}
+
 std::string show(const json& value) {
   std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
   if (text.size() > 60) text.replace(57, std::string::npos, "...");

@@ -42,6 +42,10 @@ class JsonFields {
   std::string where_;
 };
 
+// The JSON as text, on one line unless `indent` is given. Bytes of strings that are not UTF-8, as
+// in the names of files, become U+FFFD.
+std::string json_text(const nlohmann::json& value, int indent = -1);
+
 // Formats a value, or a text as JSON, for a one-line message: ASCII, cut when long.
 std::string show(const nlohmann::json& value);
 std::string excerpt(std::string_view text);

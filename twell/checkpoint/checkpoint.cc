@@ -152,6 +152,7 @@ bool OpenCheckpoint::is_extra(const TensorInfo& info) const {
 }
 
 ModelConfig load_config(const fs::path& folder) {
+  TWELL_REQUIRE(!folder.empty(), "the path of a checkpoint is empty");
   TWELL_REQUIRE(fs::exists(folder), "{} does not exist", folder.string());
   TWELL_REQUIRE(fs::is_directory(folder), "{} is not a checkpoint folder", folder.string());
   const fs::path path = folder / kConfigFile;

@@ -57,6 +57,9 @@ class TrainEngine {
   // Replaces the weights and moments by those that fill() writes.
   virtual void write_state(const StateFn& fill) = 0;
 
+  // Whether cross-entropy, a step's and validation's, comes from logits rounded to bf16.
+  virtual bool rounds_logits() const { return false; }
+
   // For progress messages; 0 when unknown or unlimited.
   virtual double peak_flops() const { return 0.0; }   // dense bf16, FLOP/s
   virtual int64_t device_bytes() const { return 0; }  // in use

@@ -43,6 +43,7 @@ class TrainEngineCuda : public TrainEngine {
   double validate() override;
   void read_state(const StateFn& use) override;
   void write_state(const StateFn& fill) override;
+  bool rounds_logits() const override { return true; }
   double peak_flops() const override { return stated_peak_flops(ctx_.device_name()); }
   int64_t device_bytes() const override { return device_bytes_; }
 

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -16,21 +17,43 @@
 namespace twell {
 namespace {
 
-// Size in bytes of the leading complete lines whose step is at most `last_step`.
-int64_t valid_prefix(const std::filesystem::path& path, int64_t last_step) {
-  if (!std::filesystem::is_regular_file(path)) return 0;
-  std::ifstream file(path);
-  std::string line;
-  int64_t bytes = 0;
-  while (std::getline(file, line) && !file.eof()) {  // eof: the line lacks its newline
-    const auto json = nlohmann::json::parse(line, nullptr, false);
-    if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer() ||
-        json["step"].get<int64_t>() > last_step) {
-      break;
+// Calls use(row, end) for each complete line that is a JSON object, with the offset behind it, and
+// warns of the other complete lines.
+void for_each_row(const std::filesystem::path& path, const LogSink& log,
+                  const std::function<void(nlohmann::json row, int64_t end)>& use) {
+  std::ifstream file(path, std::ios::binary);
+  TWELL_REQUIRE(file.good(), "cannot open {}", path.string());
+  std::string damaged;
+  int64_t number = 0, end = 0, count = 0;
+  for (std::string line; std::getline(file, line) && !file.eof();) {  // eof: without its newline
+    end += std::ssize(line) + 1;
+    ++number;
+    nlohmann::json row = nlohmann::json::parse(line, nullptr, false);
+    if (row.is_object()) {
+      use(std::move(row), end);
+    } else if (++count <= 5) {
+      damaged += fmt::format("{}{}", count == 1 ? "" : ", ", number);
     }
-    bytes += static_cast<int64_t>(line.size()) + 1;
   }
-  return bytes;
+  if (count == 0 || !log) return;
+  log(LogLevel::kWarning, fmt::format("{}: {} {}{} damaged and left out", path.string(),
+                                      count == 1 ? "line" : "lines", damaged,
+                                      count == 1  ? " is"
+                                      : count > 5 ? " and more are"
+                                                  : " are"));
+}
+
+// Offset behind the last row whose step is at most `last_step`.
+int64_t end_of_kept_rows(const std::filesystem::path& path, int64_t last_step, const LogSink& log) {
+  int64_t kept = 0;
+  if (last_step < 0 || !std::filesystem::is_regular_file(path)) return 0;
+  for_each_row(path, log, [&](const nlohmann::json& row, int64_t end) {
+    const auto step = row.find("step");
+    if (step != row.end() && step->is_number_integer() && step->get<int64_t>() <= last_step) {
+      kept = end;
+    }
+  });
+  return kept;
 }
 
 std::string scaled(double value, double base, std::initializer_list<const char*> units) {
@@ -97,6 +120,7 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
   if (metrics.layers.empty()) return json;
   json["loss"] = metrics.loss();
   json["ce"] = metrics.ce;
+  if (metrics.ce_in_bf16) json["ce_logits"] = "bf16";
   if (metrics.kl) json["kl"] = *metrics.kl;
   if (metrics.relu_share) json["relu_share"] = *metrics.relu_share;
   json["l1"] = metrics.l1;
@@ -123,11 +147,20 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
   return json;
 }
 
-MetricsWriter::MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step)
+std::vector<nlohmann::json> read_json_lines(const std::filesystem::path& path, const LogSink& log) {
+  TWELL_REQUIRE(!std::filesystem::exists(path) || std::filesystem::is_regular_file(path),
+                "cannot open {}: not a regular file", path.string());
+  std::vector<nlohmann::json> rows;
+  for_each_row(path, log, [&](nlohmann::json row, int64_t) { rows.push_back(std::move(row)); });
+  return rows;
+}
+
+MetricsWriter::MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step,
+                             const LogSink& log)
     : path_(path) {
   TWELL_REQUIRE(!std::filesystem::exists(path) || std::filesystem::is_regular_file(path),
                 "cannot write {}: not a regular file", path.string());
-  const int64_t keep = valid_prefix(path, last_kept_step);
+  const int64_t keep = end_of_kept_rows(path, last_kept_step, log);
   fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   TWELL_REQUIRE(fd_ >= 0 && ::ftruncate(fd_, keep) == 0, "cannot write {}: {}", path.string(),
                 std::strerror(errno));
@@ -166,24 +199,39 @@ std::string format_duration(double seconds) {
 }
 
 std::string format_progress(const StepMetrics& metrics, int64_t steps,
-                            std::optional<double> validation_ce, double eta_seconds) {
-  std::string line = fmt::format("step {}/{}", metrics.step, steps);
-  if (eta_seconds >= 0) line += "  ETA " + format_duration(eta_seconds);
-  line += fmt::format("  {} tok/s  CE {:.3f}", format_count(metrics.tokens_per_second), metrics.ce);
-  if (validation_ce) line += fmt::format("  val {:.3f}", *validation_ce);
-  if (metrics.kl) line += fmt::format("  KL {:.3f}", *metrics.kl);
+                            std::optional<double> validation_ce, double eta_seconds,
+                            size_t columns) {
+  // The figures from left to right, with the order in which they are left out: 0 stays.
+  std::vector<std::pair<std::string, int>> figures;
+  const auto add = [&](std::string text, int order) {
+    figures.emplace_back(std::move(text), order);
+  };
+  add(fmt::format("step {}/{}", metrics.step, steps), 0);
+  if (eta_seconds >= 0) add("ETA " + format_duration(eta_seconds), 0);
+  add(format_count(metrics.tokens_per_second) + " tok/s", 0);
+  add(fmt::format("CE {:.3f}", metrics.ce), 0);
+  if (validation_ce) add(fmt::format("val {:.3f}", *validation_ce), 0);
+  if (metrics.kl) add(fmt::format("KL {:.3f}", *metrics.kl), 6);
   if (metrics.relu_share && *metrics.relu_share < 1.0) {
-    line += fmt::format("  ReLU {:.0f}%", 100.0 * *metrics.relu_share);
+    add(fmt::format("ReLU {:.0f}%", 100.0 * *metrics.relu_share), 7);
   }
-  line += fmt::format("  nnz {:.1f}  dead {:.0f}%  hybrid {}/{}  L1 {:.1f}", metrics.mean_nnz(),
-                      100.0 * metrics.mean_dead_share(), metrics.hybrid_layers(),
-                      metrics.layers.size(), metrics.l1);
-  if (metrics.mfu) line += fmt::format("  MFU {:.0f}%", 100.0 * *metrics.mfu);
-  if (metrics.device_bytes > 0) {
-    line += "  " + format_bytes(static_cast<double>(metrics.device_bytes));
+  add(fmt::format("nnz {:.1f}", metrics.mean_nnz()), 0);
+  add(fmt::format("dead {:.0f}%", 100.0 * metrics.mean_dead_share()), 8);
+  add(fmt::format("hybrid {}/{}", metrics.hybrid_layers(), metrics.layers.size()), 3);
+  add(fmt::format("L1 {:.1f}", metrics.l1), 2);
+  if (metrics.mfu) add(fmt::format("MFU {:.0f}%", 100.0 * *metrics.mfu), 5);
+  if (metrics.device_bytes > 0) add(format_bytes(static_cast<double>(metrics.device_bytes)), 4);
+  add(format_count(static_cast<double>(metrics.tokens)) + " tok", 1);
+  const auto line = [&](const char* between) {
+    std::string text;
+    for (const auto& [figure, order] : figures) text += (text.empty() ? "" : between) + figure;
+    return text;
+  };
+  if (line("  ").size() <= columns) return line("  ");
+  for (int leave_out = 1; leave_out <= 8 && line(" ").size() > columns; ++leave_out) {
+    std::erase_if(figures, [&](const auto& figure) { return figure.second == leave_out; });
   }
-  line += fmt::format("  {} tok", format_count(static_cast<double>(metrics.tokens)));
-  return line;
+  return line(" ");
 }
 
 }  // namespace twell

@@ -5,12 +5,14 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <nlohmann/json_fwd.hpp>
 
+#include "twell/base/log.h"
 #include "twell/ops/ffn_train/ffn_train.h"
 
 namespace twell {
@@ -35,6 +37,7 @@ struct StepMetrics {
   int64_t step = 0;                  // optimizer steps done; 0: none
   int64_t tokens = 0;                // trained on since the run's start
   double ce = 0.0;                   // nats per token
+  bool ce_in_bf16 = false;           // it and validation_ce are of logits rounded to bf16 (GPU)
   std::optional<double> kl;          // KL divergence to the teacher, nats per token
   std::optional<double> relu_share;  // of ReLU in the activation, during sparsification
   double l1 = 0.0;                   // mean of the layers' l1
@@ -77,12 +80,18 @@ class ExecutionChanges {
 
 nlohmann::json metrics_json(const StepMetrics& metrics);
 
-// Appends one line per step. Opening a file removes the lines of steps after `last_kept_step`,
-// which will be repeated, and a line left incomplete by a crash. A line that cannot be written, an
-// InputError, is kept and written before the next one.
+// The objects of a file of JSON lines. Damaged lines are left out, and `log` gets a warning with
+// their numbers; a last line without its newline, which a crash leaves, is left out silently.
+// InputError when the file cannot be read.
+std::vector<nlohmann::json> read_json_lines(const std::filesystem::path& path, const LogSink& log);
+
+// Appends one line per step. Opening a file removes what stands behind the line of
+// `last_kept_step`, which will be repeated, and a line left incomplete by a crash. Damaged lines in
+// front of it stay, and `log` gets a warning. A line that cannot be written, an InputError, is kept
+// and written before the next one.
 class MetricsWriter {
  public:
-  MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step);
+  MetricsWriter(const std::filesystem::path& path, int64_t last_kept_step, const LogSink& log = {});
   ~MetricsWriter();
   MetricsWriter(const MetricsWriter&) = delete;
   MetricsWriter& operator=(const MetricsWriter&) = delete;
@@ -96,11 +105,12 @@ class MetricsWriter {
 };
 
 // Example: "step 120/1000  ETA 3m12s  8.1k tok/s  CE 3.214  val 3.301  nnz 31.4  dead 12%  hybrid
-// 6/8  L1 12.1  MFU 41%  18.2 GiB  983k tok". A terminal of 80 columns cuts the end, so what
-// matters most comes first. `validation_ce` is the latest value. Unknown values and an eta_seconds
-// < 0 are omitted.
+// 6/8  L1 12.1  MFU 41%  18.2 GiB  983k tok". Where that is wider than `columns`, single spaces
+// stand between the figures, and whole figures are left out, those that matter least first.
+// `validation_ce` is the latest value. Unknown values and an eta_seconds < 0 are omitted.
 std::string format_progress(const StepMetrics& metrics, int64_t steps,
-                            std::optional<double> validation_ce, double eta_seconds);
+                            std::optional<double> validation_ce, double eta_seconds,
+                            size_t columns = std::numeric_limits<size_t>::max());
 std::string format_count(double value);       // 1234567 -> "1.23M"
 std::string format_duration(double seconds);  // 3912 -> "1h05m"
 std::string format_bytes(double bytes);       // 1536 -> "1.50 KiB"

@@ -111,6 +111,51 @@ TEST(Metrics, ResumingCutsOffLaterStepsAndATornLine) {
   EXPECT_EQ(steps_in(path), (std::vector<int64_t>{1, 2, 3, 4}));
 }
 
+TEST(Metrics, DamagedLinesAreReportedAndWhatStandsBehindThemStays) {
+  const TempFolder folder;
+  const auto path = folder.path() / "metrics.jsonl";
+  std::string text;
+  for (int64_t step = 1; step <= 6; ++step) text += metrics_json(sample(step)).dump() + "\n";
+  const size_t third = text.find("\"step\":3");
+  text[text.rfind('{', third)] = '\0';
+  std::ofstream(path, std::ios::binary) << text;
+  std::vector<std::string> log;
+  const LogSink sink = [&](LogLevel, std::string_view line) { log.emplace_back(line); };
+  const auto rows = read_json_lines(path, sink);
+  ASSERT_EQ(rows.size(), 5u);
+  EXPECT_EQ(rows[2]["step"], 4);
+  ASSERT_EQ(log.size(), 1u);
+  EXPECT_NE(log[0].find("metrics.jsonl: line 3 is damaged"), std::string::npos) << log[0];
+  {
+    MetricsWriter writer(path, 5, sink);
+    writer.write(sample(6));
+  }
+  EXPECT_EQ(log.size(), 2u);
+  const auto kept = read_json_lines(path, {});
+  ASSERT_EQ(kept.size(), 5u);
+  EXPECT_EQ(kept.back()["step"], 6);
+  EXPECT_EQ(std::filesystem::file_size(path), text.size());
+}
+
+// At 80 columns figures are left out as a whole.
+TEST(Metrics, TheProgressLineFitsItsTerminal) {
+  StepMetrics metrics = sample(12345);
+  metrics.tokens = 123'456'789;
+  metrics.tokens_per_second = 8123;
+  metrics.mfu = 0.41;
+  metrics.device_bytes = int64_t{18} << 30;
+  const std::string whole = format_progress(metrics, 40000, 3.301, 11000);
+  EXPECT_NE(whole.find("  123M tok"), std::string::npos) << whole;
+  for (size_t columns = 200; columns >= 70; --columns) {
+    const std::string line = format_progress(metrics, 40000, 3.301, 11000, columns);
+    EXPECT_LE(line.size(), columns);
+    // What is shown is a part of the whole, and its last figure is complete.
+    const std::string last = line.substr(line.rfind(line.size() < whole.size() ? " " : "  ") + 1);
+    EXPECT_NE((whole + "  ").find(last), std::string::npos) << line;
+    EXPECT_NE(line.find("nnz"), std::string::npos) << line;
+  }
+}
+
 TEST(Metrics, AFullDiskIsReportedAndLosesNothing) {
   const TempFolder folder;
   const std::filesystem::path path = folder.path() / "metrics.jsonl";

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "twell/base/error.h"
+#include "twell/train/option_table.h"
 
 namespace twell {
 namespace {
@@ -29,12 +30,15 @@ void require_between(const char* name, Number value, std::type_identity_t<Number
                 high, value);
 }
 
+int64_t decay_steps(const TrainOptions& options) {
+  return std::llround(options.decay_fraction * static_cast<double>(options.steps));
+}
+
 void resolve_batch(TrainOptions& options, const ModelConfig& config) {
   if (options.sequence_length == 0) options.sequence_length = config.context;
   TWELL_REQUIRE(options.sequence_length >= 1 && options.sequence_length <= config.context,
                 "sequence length {} does not fit the model's context of {} tokens",
                 options.sequence_length, config.context);
-  require_between("micro-batch", options.micro_batch, 1, 65536);
   const int64_t micro_tokens = options.micro_batch_tokens();
   require_between("ranks", options.ranks, 1, 65536);
   if (options.batch_tokens == 0) options.batch_tokens = micro_tokens * options.ranks;
@@ -65,30 +69,15 @@ void resolve_length(TrainOptions& options) {
                 options.steps);
 }
 
-void check_optimizer(const TrainOptions& options) {
-  TWELL_REQUIRE(options.learning_rate > 0 && options.learning_rate <= 10,
-                "learning rate must be above 0 and at most 10, got {}", options.learning_rate);
-  require_between("min lr ratio", options.min_lr_ratio, 0, 1);
-  TWELL_REQUIRE(options.beta1 >= 0 && options.beta1 < 1, "beta1 must be in [0, 1), got {}",
-                options.beta1);
-  TWELL_REQUIRE(options.beta2 >= 0 && options.beta2 < 1, "beta2 must be in [0, 1), got {}",
-                options.beta2);
-  require_between("eps", options.eps, 1e-30, 1);
-  require_between("weight decay", options.weight_decay, 0, 100);
-  require_between("clip norm", options.clip_norm, 0, 1e9);
-}
-
-void check_sparsity(const TrainOptions& options) {
-  require_between("L1 coefficient", options.l1_coeff, 0, 1e6);
-  require_between("L1 zero steps", options.l1_zero_steps, 0, kMaxSteps);
-  require_between("L1 ramp steps", options.l1_ramp_steps, 0, kMaxSteps);
-  require_between("relufy steps", options.relufy_steps, 0, kMaxSteps);
+// The options whose ranges depend on others; the table has those of single ones.
+void check_schedules(const TrainOptions& options) {
+  TWELL_REQUIRE(options.schedule == Schedule::kCosine ||
+                    options.warmup_steps + decay_steps(options) <= options.steps,
+                "a warm-up of {} steps and a decay of {} do not fit a run of {} steps",
+                options.warmup_steps, decay_steps(options), options.steps);
   TWELL_REQUIRE(options.relufy_steps < options.steps,
                 "a blend of {} steps does not fit a run of {} steps", options.relufy_steps,
                 options.steps);
-  require_between("distillation share", options.distill, 0, 1);
-  require_between("reinit strength", options.reinit_strength, 0, 1);
-  require_between("reinit std", options.reinit_std, 0, 100);
 }
 
 }  // namespace
@@ -101,6 +90,16 @@ L1Reduction parse_l1_reduction(std::string_view name) {
   if (name == "sum") return L1Reduction::kSum;
   if (name == "mean") return L1Reduction::kMean;
   throw InputError(fmt::format("unknown L1 reduction '{}'; use sum or mean", name));
+}
+
+std::string_view schedule_name(Schedule schedule) {
+  return schedule == Schedule::kCosine ? "cosine" : "wsd";
+}
+
+Schedule parse_schedule(std::string_view name) {
+  if (name == "cosine") return Schedule::kCosine;
+  if (name == "wsd") return Schedule::kWsd;
+  throw InputError(fmt::format("unknown schedule '{}'; use cosine or wsd", name));
 }
 
 std::optional<Recompute> parse_recompute(std::string_view name) {
@@ -137,14 +136,10 @@ TrainOptions preset_train_options(std::string_view preset) {
 }
 
 TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
+  check_ranges(options);
   resolve_batch(options, config);
   resolve_length(options);
-  check_optimizer(options);
-  check_sparsity(options);
-  require_between("validate every", options.validate_every, 0, kMaxSteps);
-  require_between("validation sequences", options.validation_sequences, 1, kMaxSteps);
-  require_between("save every", options.save_every, 0, kMaxSteps);
-  require_between("keep last", options.keep_last, 1, 1'000'000);
+  check_schedules(options);
   return options;
 }
 
@@ -176,6 +171,10 @@ std::string trajectory_text(const TrainOptions& options) {
     json["relufy-from"] = activation_name(options.relufy_from);
     json["relufy-steps"] = options.relufy_steps;
   }
+  if (options.schedule != Schedule::kCosine) {
+    json["schedule"] = schedule_name(options.schedule);
+    json["decay-fraction"] = options.decay_fraction;
+  }
   if (options.document_mask) json["document-mask"] = true;
   if (options.distill > 0.0) json["distill"] = options.distill;
   if (options.gradient_dtype != DType::kF32) {
@@ -190,10 +189,18 @@ double learning_rate_at(const TrainOptions& options, int64_t step) {
     return options.learning_rate * static_cast<double>(step + 1) /
            static_cast<double>(options.warmup_steps);
   }
-  const double progress = static_cast<double>(step - options.warmup_steps) /
-                          static_cast<double>(options.steps - options.warmup_steps);
-  const double cosine = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
-  return options.learning_rate * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * cosine);
+  double share = 1.0;  // of the way from the final rate to the peak
+  if (options.schedule == Schedule::kWsd) {
+    const int64_t decay = decay_steps(options);
+    if (step > options.steps - decay) {
+      share = static_cast<double>(options.steps - step) / static_cast<double>(decay);
+    }
+  } else {
+    const double progress = static_cast<double>(step - options.warmup_steps) /
+                            static_cast<double>(options.steps - options.warmup_steps);
+    share = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  }
+  return options.learning_rate * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * share);
 }
 
 double l1_coeff_at(const TrainOptions& options, int64_t step, int64_t ffn) {

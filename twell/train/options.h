@@ -25,6 +25,12 @@ enum class L1Reduction { kSum, kMean };
 std::string_view l1_reduction_name(L1Reduction reduction);
 L1Reduction parse_l1_reduction(std::string_view name);  // "sum", "mean"; InputError
 
+// How the learning rate goes on after its warm-up: a cosine down to the end, or the peak and then a
+// line down over the last decay_fraction of the steps (warm-up, stable, decay).
+enum class Schedule { kCosine, kWsd };
+std::string_view schedule_name(Schedule schedule);
+Schedule parse_schedule(std::string_view name);  // "cosine", "wsd"; InputError
+
 struct TrainOptions {
   // Length of the run. With tokens > 0, steps = ceil(tokens / batch_tokens).
   int64_t steps = 1000;
@@ -40,8 +46,10 @@ struct TrainOptions {
   int64_t ranks = 1;
 
   double learning_rate = 1e-3;
-  double min_lr_ratio = 0.0;  // final learning rate / learning_rate
-  int64_t warmup_steps = -1;  // -1: 600, or a tenth of a run shorter than 6,000 steps
+  Schedule schedule = Schedule::kCosine;
+  double decay_fraction = 0.2;  // of the steps; kWsd alone
+  double min_lr_ratio = 0.0;    // final learning rate / learning_rate
+  int64_t warmup_steps = -1;    // -1: 600, or a tenth of a run shorter than 6,000 steps
   double beta1 = 0.9;
   double beta2 = 0.95;
   double eps = 1e-8;
@@ -64,7 +72,9 @@ struct TrainOptions {
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
-  DType moment_dtype = DType::kF32;  // of AdamW's moments; bf16 only on the GPU
+  // Of AdamW's moments. bf16 is rounded stochastically (moment_rounding.h); a CPU keeps the rounded
+  // values in f32.
+  DType moment_dtype = DType::kF32;
   // Of gradients on their way between GPUs, where they are added in f32; bf16 halves the bytes.
   DType gradient_dtype = DType::kF32;
   // GPU only. Without a value: the least recomputation that fits into memory.
@@ -95,7 +105,8 @@ std::string trajectory_text(const TrainOptions& options);
 
 // Schedules: functions of the step, which counts from 0.
 
-// Linear warm-up to learning_rate over warmup_steps, then cosine decay to min_lr_ratio of it.
+// Linear warm-up to learning_rate over warmup_steps, then the schedule, whose decay ends at
+// min_lr_ratio of it behind the last step.
 double learning_rate_at(const TrainOptions& options, int64_t step);
 
 // The coefficient of (mean over layers, mean over tokens, sum over neurons of |h|): zero for

@@ -50,20 +50,33 @@ TEST(Options, RefusesWhatCannotBe) {
   EXPECT_THAT(refusal([](auto& o) { o.tokens = -1; }), HasSubstr("tokens"));
   EXPECT_THAT(refusal([](auto& o) { o.tokens = INT64_MAX; }), HasSubstr("tokens"));
   EXPECT_THAT(refusal([](auto& o) { o.sequence_length = 17; }), HasSubstr("context of 16"));
-  EXPECT_THAT(refusal([](auto& o) { o.sequence_length = -1; }), HasSubstr("sequence length"));
-  EXPECT_THAT(refusal([](auto& o) { o.micro_batch = 0; }), HasSubstr("micro-batch"));
+  EXPECT_THAT(refusal([](auto& o) { o.sequence_length = -1; }),
+              HasSubstr("--sequence-length must be at least 0"));
+  EXPECT_THAT(refusal([](auto& o) { o.micro_batch = 0; }),
+              HasSubstr("--micro-batch must be 1 to 65536, got 0"));
   EXPECT_THAT(refusal([](auto& o) { o.batch_tokens = 65; }), HasSubstr("not a multiple"));
   EXPECT_THAT(refusal([](auto& o) { o.batch_tokens = INT64_MAX; }), HasSubstr("batch tokens"));
   EXPECT_THAT(refusal([](auto& o) { o.warmup_steps = 100; }), HasSubstr("warm-up"));
-  EXPECT_THAT(refusal([](auto& o) { o.learning_rate = 0; }), HasSubstr("learning rate"));
+  EXPECT_THAT(refusal([](auto& o) { o.learning_rate = 0; }),
+              HasSubstr("--lr must be above 0 and at most 10, got 0"));
   EXPECT_THAT(refusal([](auto& o) { o.learning_rate = std::nan(""); }), HasSubstr("got nan"));
-  EXPECT_THAT(refusal([](auto& o) { o.beta1 = 1; }), HasSubstr("beta1"));
+  EXPECT_THAT(refusal([](auto& o) { o.beta1 = 1; }),
+              HasSubstr("--beta1 must be at least 0 and below 1, got 1"));
   EXPECT_THAT(refusal([](auto& o) { o.eps = 0; }), HasSubstr("eps"));
-  EXPECT_THAT(refusal([](auto& o) { o.weight_decay = -0.1; }), HasSubstr("weight decay"));
-  EXPECT_THAT(refusal([](auto& o) { o.l1_coeff = INFINITY; }), HasSubstr("L1 coefficient"));
-  EXPECT_THAT(refusal([](auto& o) { o.reinit_strength = 1.5; }), HasSubstr("reinit strength"));
-  EXPECT_THAT(refusal([](auto& o) { o.keep_last = 0; }), HasSubstr("keep last"));
+  EXPECT_THAT(refusal([](auto& o) { o.weight_decay = -0.1; }),
+              HasSubstr("--weight-decay must be 0 to 100"));
+  EXPECT_THAT(refusal([](auto& o) { o.l1_coeff = INFINITY; }),
+              HasSubstr("--l1 must be 0 to 1000000, got inf"));
+  EXPECT_THAT(refusal([](auto& o) { o.reinit_strength = 1.5; }), HasSubstr("--reinit-strength"));
+  EXPECT_THAT(refusal([](auto& o) { o.keep_last = 0; }), HasSubstr("--keep-last"));
   EXPECT_THROW(parse_l1_reduction("max"), InputError);
+  EXPECT_THROW(parse_schedule("linear"), InputError);
+  EXPECT_THAT(refusal([](auto& o) {
+                o.schedule = Schedule::kWsd;
+                o.warmup_steps = 20;
+                o.decay_fraction = 0.9;
+              }),
+              HasSubstr("a warm-up of 20 steps and a decay of 90 do not fit a run of 100"));
 }
 
 TEST(Options, RecipesOfThePresets) {

@@ -60,10 +60,13 @@ class Loop {
       saved_step_ = trainer_.steps_done();
     }
     if (!first_) return;
+    if (!run.resume_from && run.folder.begins_again()) {
+      log(LogLevel::kInfo, "the run was ended before its first checkpoint: it begins again");
+    }
     if (run.resume_from) run.folder.discard_after(trainer_.steps_done());
     run.folder.begin(run.saved_options);
     const int64_t kept = run.resume_from ? trainer_.steps_done() : -1;  // last step to keep
-    metrics_ = std::make_unique<MetricsWriter>(run.folder.metrics_path(), kept);
+    metrics_ = std::make_unique<MetricsWriter>(run.folder.metrics_path(), kept, run.log);
     if (run.tensorboard) {
       const int64_t first = run.resume_from ? trainer_.steps_done() + 1 : 0;
       tensorboard_ = std::make_unique<TensorBoardWriter>(run.folder.path() / "tensorboard", first);
@@ -156,9 +159,10 @@ class Loop {
     }
   }
 
-  void warn(const std::string& message) const {
-    if (first_ && run_.log) run_.log(LogLevel::kWarning, message);
+  void log(LogLevel level, const std::string& message) const {
+    if (first_ && run_.log) run_.log(level, message);
   }
+  void warn(const std::string& message) const { log(LogLevel::kWarning, message); }
 
   std::string room() const {
     const int64_t free = run_.folder.free_bytes();
@@ -293,7 +297,7 @@ class Loop {
 
   void log_changed_executions(const StepMetrics& metrics) {
     for (const std::string& line : changes_.settled(metrics, ffn_)) {
-      if (first_ && run_.log) run_.log(LogLevel::kInfo, line);
+      log(LogLevel::kInfo, line);
     }
   }
 

@@ -80,6 +80,13 @@ bool holds_run(const fs::path& folder) {
          fs::exists(folder / "checkpoints");
 }
 
+// Whether the run has saved a checkpoint, which may be lost since: then the link dangles.
+bool has_saved(const fs::path& folder) {
+  std::error_code missing;
+  return fs::is_symlink(folder / "checkpoint", missing) ||
+         !list_checkpoints(folder / "checkpoints").empty();
+}
+
 int take_lock(const fs::path& folder) {
   const fs::path path = folder / ".lock";
   const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
@@ -93,18 +100,30 @@ int take_lock(const fs::path& folder) {
 
 }  // namespace
 
+fs::path checkpoint_folder(const fs::path& folder) {
+  if (folder.empty()) return folder;
+  std::error_code ignored;
+  const fs::path newest = folder / "checkpoint";
+  const bool is_run =
+      !fs::exists(folder / "config.json", ignored) && fs::exists(newest / "config.json", ignored);
+  return is_run ? newest : folder;
+}
+
 RunFolder::RunFolder(const fs::path& path, bool resume) : path_(path) {
+  TWELL_REQUIRE(!path.empty(), "no output folder given: add --out DIR");
   TWELL_REQUIRE(!resume || holds_run(path), "nothing to resume: {} holds no training run",
                 path.string());
   make_folder(path);
   lock_ = take_lock(path);
-  if (!resume && holds_run(path)) {
+  // A run that was ended before its first checkpoint has nothing to lose.
+  if (!resume && has_saved(path)) {
     ::close(lock_);
     throw InputError(fmt::format(
         "{0} already holds a training run: continue it with `twell train --resume --out {0}`, or "
         "choose another folder",
         path.string()));
   }
+  begins_again_ = holds_run(path) && !has_saved(path);
   remove_leftovers(path / "checkpoints");
 }
 
@@ -123,11 +142,9 @@ std::optional<Checkpoint> RunFolder::latest() const {
 
 std::optional<Checkpoint> RunFolder::resume_point(const ResumeRequest& request) const {
   std::vector<Checkpoint> all = list_checkpoints(path_ / "checkpoints");
-  std::error_code missing;
-  const auto metrics_bytes = fs::file_size(metrics_path(), missing);
-  TWELL_REQUIRE(!all.empty() || missing || metrics_bytes == 0,
-                "nothing to resume: {} has the metrics of a run, but no checkpoint; choose another "
-                "--out to start again",
+  TWELL_REQUIRE(!all.empty() || !has_saved(path_),
+                "nothing to resume: the checkpoints of {} are lost; choose another --out to start "
+                "again",
                 path_.string());
   if (request.step) {
     while (!all.empty() && all.back().step > *request.step) all.pop_back();

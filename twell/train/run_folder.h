@@ -25,10 +25,15 @@ struct ResumeRequest {
   bool fall_back = false;       // skip damaged checkpoints and use the newest intact one
 };
 
+// The newest checkpoint where `folder` is that of a run, else `folder`. An empty path names no
+// folder and stays empty.
+std::filesystem::path checkpoint_folder(const std::filesystem::path& folder);
+
 class RunFolder {
  public:
   // Creates the folder and takes its lock. InputError when another process holds it; when the
-  // folder holds a run and `resume` is false; when it holds none and `resume` is true.
+  // folder holds a run with checkpoints and `resume` is false; when it holds no run and `resume` is
+  // true.
   RunFolder(const std::filesystem::path& path, bool resume);
   // For ranks other than the first, which owns the folder: takes no lock and only reads.
   explicit RunFolder(const std::filesystem::path& path) : path_(path) {}
@@ -41,12 +46,14 @@ class RunFolder {
   std::filesystem::path metrics_path() const { return path_ / "metrics.jsonl"; }
   std::filesystem::path link_path() const { return path_ / "checkpoint"; }
 
+  // Whether an earlier process began the run and ended before its first checkpoint.
+  bool begins_again() const { return begins_again_; }
   // Marks the folder as holding a run and saves `options` for resuming.
   void begin(const std::string& options) const;
   std::optional<Checkpoint> latest() const;
   // The checkpoint to resume from, after reading it in full and finding it intact. None when the
-  // run was stopped before its first step. InputError when it does not exist or is damaged; the
-  // message then names the newest intact one.
+  // run was ended before its first checkpoint: it begins again. InputError when the checkpoint does
+  // not exist any more or is damaged; the message then names the newest intact one.
   std::optional<Checkpoint> resume_point(const ResumeRequest& request) const;
   // Bytes that are free for this user in the folder's file system; -1: unknown.
   int64_t free_bytes() const;
@@ -63,6 +70,7 @@ class RunFolder {
  private:
   std::filesystem::path path_;
   int lock_ = -1;
+  bool begins_again_ = false;
 };
 
 }  // namespace twell

@@ -40,11 +40,39 @@ TEST(RunFolder, AFolderInUseNeedsResumeAndResumeNeedsARun) {
   EXPECT_FALSE(fs::exists(out));
   EXPECT_EQ(refusal(out, false), "accepted");
   EXPECT_EQ(refusal(out, false), "accepted");  // begin() was not called
-  RunFolder(out, false).begin("{}");
+  {
+    const RunFolder folder(out, false);
+    EXPECT_FALSE(folder.begins_again());
+    folder.begin("{}");
+  }
+  // A run that was ended before its first checkpoint begins again either way.
+  for (const bool resume : {false, true}) {
+    const RunFolder folder(out, resume);
+    EXPECT_TRUE(folder.begins_again());
+    EXPECT_FALSE(folder.resume_point({}));
+  }
+  RunFolder(out, true).save(1, 1, fill);
   EXPECT_THAT(refusal(out, false), HasSubstr("--resume"));
   EXPECT_EQ(refusal(out, true), "accepted");
+  // The checkpoints are lost, which begin again would hide.
+  fs::remove_all(out / "checkpoints");
+  EXPECT_THAT(refusal(out, false), HasSubstr("--resume"));
+  EXPECT_THROW(RunFolder(out, true).resume_point({}), InputError);
   std::ofstream(temp.path() / "file") << "x";
   EXPECT_THAT(refusal(temp.path() / "file", false), HasSubstr("file"));
+}
+
+TEST(RunFolder, AnEmptyPathNamesNoFolder) {
+  const TempFolder temp;
+  const fs::path before = fs::current_path();
+  fs::current_path(temp.path());
+  make_folder("checkpoint");
+  std::ofstream("checkpoint/config.json") << "{}";
+  EXPECT_EQ(checkpoint_folder(""), "");
+  EXPECT_EQ(checkpoint_folder("."), "./checkpoint");
+  EXPECT_EQ(checkpoint_folder("checkpoint"), "checkpoint");
+  EXPECT_THAT(refusal("", false), HasSubstr("--out"));
+  fs::current_path(before);
 }
 
 TEST(RunFolder, KeepsTheNewestAndLinksToTheLast) {

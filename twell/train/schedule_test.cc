@@ -32,6 +32,21 @@ TEST(LearningRate, FollowsTheCosineDownToTheRatio) {
   }
 }
 
+TEST(LearningRate, WarmupStableDecay) {
+  TrainOptions options = schedule_options();
+  options.schedule = Schedule::kWsd;
+  options.decay_fraction = 0.1;  // 11 of 110 steps
+  EXPECT_DOUBLE_EQ(learning_rate_at(options, 4), 1e-3);
+  for (int64_t step = 9; step <= 99; ++step)
+    EXPECT_DOUBLE_EQ(learning_rate_at(options, step), 2e-3);
+  for (int64_t step = 99; step <= 110; ++step) {
+    EXPECT_NEAR(learning_rate_at(options, step),
+                2e-3 * (0.1 + 0.9 * static_cast<double>(110 - step) / 11.0), 1e-15);
+  }
+  options.decay_fraction = 0.0;
+  EXPECT_DOUBLE_EQ(learning_rate_at(options, 109), 2e-3);
+}
+
 TEST(LearningRate, NoWarmup) {
   TrainOptions options = schedule_options();
   options.warmup_steps = 0;

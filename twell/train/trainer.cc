@@ -70,6 +70,7 @@ StepMetrics Trainer::train_step(Clock::time_point start) {
 
 void Trainer::measure(const StepOutcome& outcome, double seconds, StepMetrics& metrics) {
   metrics.ce = outcome.ce;
+  metrics.ce_in_bf16 = engine_.rounds_logits();
   if (options_.distill > 0.0) metrics.kl = outcome.kl;
   metrics.grad_norm = outcome.grad_norm;
   metrics.layers = outcome.layers;

@@ -159,7 +159,7 @@ TEST_F(TrainerTest, MetricsWithoutACheckpointAreNotOverwritten) {
     folder.resume_point({});
     FAIL() << "accepted";
   } catch (const InputError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("no checkpoint"));
+    EXPECT_THAT(error.what(), HasSubstr("the checkpoints of"));
   }
 }
 
