@@ -54,7 +54,7 @@ json published() {
   })");
 }
 
-std::string refusal(const json& config) {
+std::string refusal_of_config(const json& config) {
   try {
     parse_quantization(JsonFields(config, "config.json"));
   } catch (const InputError& error) {
@@ -76,7 +76,7 @@ TEST(QuantizationTest, RefusesOtherSchemesByName) {
   const auto with = [](const char* pointer, const json& value) {
     json config = published();
     config["/quantization_config"_json_pointer / json::json_pointer(pointer)] = value;
-    return refusal(config);
+    return refusal_of_config(config);
   };
   EXPECT_THAT(with("/quant_method", "gptq"), HasSubstr("quant_method \"gptq\""));
   EXPECT_THAT(with("/format", "pack-quantized"), HasSubstr("format \"pack-quantized\""));
@@ -97,7 +97,7 @@ TEST(QuantizationTest, RefusesOtherSchemesByName) {
   json two = published();
   two["quantization_config"]["config_groups"]["group_1"] =
       two["quantization_config"]["config_groups"]["group_0"];
-  EXPECT_THAT(refusal(two), HasSubstr("2 config_groups"));
+  EXPECT_THAT(refusal_of_config(two), HasSubstr("2 config_groups"));
 }
 
 class QuantizedCheckpointTest : public ::testing::Test {
