@@ -3,19 +3,15 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <sys/resource.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <csignal>
 #include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "twell/base/cpu_limit.h"
@@ -68,55 +64,6 @@ bool spin(const Ready& ready) {
 
 }  // namespace
 
-// How often the system has taken the core from this thread; 0 where it does not say.
-int64_t times_interrupted() {
-#ifdef RUSAGE_THREAD
-  rusage usage{};
-  if (getrusage(RUSAGE_THREAD, &usage) == 0) return usage.ru_nivcsw;
-#endif
-  return 0;
-}
-
-// When a helper should stay away. Where other programs want its core too, the system takes it in
-// the midst of a part for some milliseconds, for which all other threads of the job wait: two
-// programs of a thread per core each then make a third of the way that each makes alone. A helper
-// to which that happens leaves its parts to the others for a while.
-class CoreWatch {
- public:
-  using Clock = std::chrono::steady_clock;
-
-  // The caller waited for this thread's part. Parts are watched for a while then, because counting
-  // interruptions takes longer than many a part.
-  void suspect() { until_ = Clock::now() + kWatched; }
-  void begin_part() {
-    if (until_ == Clock::time_point{}) return;
-    if (Clock::now() > until_) {
-      until_ = {};
-      rest_ = kShortest;
-      return;
-    }
-    before_ = times_interrupted();
-  }
-  void end_part() {
-    if (until_ != Clock::time_point{} && times_interrupted() != before_) interrupted_ = true;
-  }
-  // How long to stay away now; each time in a row is twice as long as the one before.
-  std::chrono::milliseconds rest() {
-    if (!std::exchange(interrupted_, false)) return {};
-    const auto rest = rest_;
-    rest_ = std::min(2 * rest_, kLongest);
-    until_ = Clock::now() + rest + kWatched;
-    return rest;
-  }
-
- private:
-  static constexpr std::chrono::milliseconds kWatched{100}, kShortest{20}, kLongest{320};
-  Clock::time_point until_{};  // parts are watched
-  int64_t before_ = 0;         // interruptions when the part began
-  bool interrupted_ = false;
-  std::chrono::milliseconds rest_ = kShortest;
-};
-
 // The threads that help the caller of parallel_for. Any free thread claims the next part: on a busy
 // machine, where a helper may not be running, the caller runs its parts instead of waiting for it.
 // Helpers spin for some microseconds between jobs and then sleep.
@@ -135,11 +82,7 @@ class Context::Helpers {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
   ~Helpers() {
-    {
-      const std::lock_guard lock(rest_mutex_);
-      stop_ = true;
-    }
-    rested_.notify_all();
+    stop_ = true;
     announce(std::ssize(threads_));
     for (std::thread& thread : threads_) thread.join();
   }
@@ -153,12 +96,10 @@ class Context::Helpers {
     done_.store(0, std::memory_order_relaxed);
     const auto parts = static_cast<uint32_t>(job.parts);
     claims_.store({.parts = parts, .next = 0}, std::memory_order_release);
-    late_.store(false, std::memory_order_relaxed);
     announce(job.parts - 1);
-    work(nullptr);
+    work();
     const auto finished = [&] { return done_.load(std::memory_order_acquire) == parts; };
     if (!spin(finished)) {
-      late_.store(true, std::memory_order_relaxed);
       for (uint32_t done = done_.load(std::memory_order_acquire); done != parts;
            done = done_.load(std::memory_order_acquire)) {
         done_.wait(done, std::memory_order_acquire);
@@ -181,18 +122,13 @@ class Context::Helpers {
     for (int64_t i = 0; i < wanted; ++i) jobs_.notify_one();
   }
 
-  // Claims parts until none is left. watch: of a helper's thread.
-  void work(CoreWatch* watch) {
+  // Claims parts until none is left.
+  void work() {
     Claims claims = claims_.load(std::memory_order_acquire);
     while (claims.next < claims.parts) {
       const Claims rest{.parts = claims.parts, .next = claims.next + 1};
       if (!claims_.compare_exchange_weak(claims, rest, std::memory_order_acq_rel)) continue;
-      if (watch != nullptr) watch->begin_part();
       run_part(claims.next);
-      if (watch != nullptr) {
-        watch->end_part();
-        if (late_.load(std::memory_order_relaxed)) watch->suspect();
-      }
       const uint32_t done = done_.fetch_add(1, std::memory_order_acq_rel) + 1;
       if (done == rest.parts) done_.notify_one();
       claims = claims_.load(std::memory_order_acquire);
@@ -215,17 +151,12 @@ class Context::Helpers {
 
   void help() {
     uint32_t seen = 0;
-    CoreWatch watch;
     for (;;) {
       const auto announced = [&] { return jobs_.load(std::memory_order_acquire) != seen; };
       if (!spin(announced)) jobs_.wait(seen, std::memory_order_acquire);
       seen = jobs_.load(std::memory_order_acquire);
       if (stop_) return;
-      work(&watch);
-      if (const auto rest = watch.rest(); rest.count() > 0) {
-        std::unique_lock lock(rest_mutex_);
-        rested_.wait_for(lock, rest, [&] { return stop_.load(); });
-      }
+      work();
     }
   }
 
@@ -235,9 +166,6 @@ class Context::Helpers {
   std::exception_ptr error_;
   uint32_t error_part_ = 0;
   std::atomic<bool> stop_ = false;
-  std::atomic<bool> late_ = false;  // the caller has waited long for the parts of others
-  std::mutex rest_mutex_;
-  std::condition_variable rested_;
   alignas(kAlignment) std::atomic<Claims> claims_;
   alignas(kAlignment) std::atomic<uint32_t> done_ = 0;  // parts of the job that are over
   alignas(kAlignment) std::atomic<uint32_t> jobs_ = 0;  // counts jobs; helpers sleep on it
