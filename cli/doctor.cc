@@ -52,6 +52,8 @@ nlohmann::json cuda_report() {
          {"compute_capability", fmt::format("{}.{}", properties.major, properties.minor)},
          {"memory_gib", static_cast<double>(properties.totalGlobalMem) / (1 << 30)}});
   }
+#elif defined(TWELL_CUDA_OFF)
+  report["status"] = "not part of this build (it was configured with -DTWELL_CUDA=OFF)";
 #else
   report["status"] = "not part of this build (no CUDA toolkit was found when it was configured)";
 #endif

@@ -22,7 +22,8 @@ def test_same_answers_as_transformers(name, tmp_path):
     save_model(tmp_path, "relu")
     hf = {"batch_size": 2, "max_length": 64, "device": "cpu"}
     own = {"batch_size": 2, "device": "cpu"} if name == "twell" else hf
-    tested = get_model(name)(checkpoint=str(tmp_path), **own)
+    key = "checkpoint" if name == "twell" else "pretrained"  # both take both
+    tested = get_model(name)(**{key: str(tmp_path)}, **own)
     plain = get_model("hf")(pretrained=str(tmp_path), dtype="float32", **hf)
     if name == "twell-hf":
         assert len(twell.stats(tested.model)) == 2
@@ -41,6 +42,13 @@ def test_same_answers_as_transformers(name, tmp_path):
         [("one and", {"until": ["\n"], "max_gen_toks": 4, "do_sample": False})] * 3,
     )
     assert tested.generate_until(prompts) == plain.generate_until(prompts)
+
+
+@pytest.mark.parametrize("name", ["twell", "twell-hf"])
+def test_names_a_checkpoint_once(name):
+    for folders in ({}, {"checkpoint": "a", "pretrained": "b"}):
+        with pytest.raises(ValueError, match="pretrained=FOLDER"):
+            get_model(name)(**folders)
 
 
 def test_windows_of_long_texts(tmp_path):

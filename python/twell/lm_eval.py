@@ -19,6 +19,15 @@ from .engine import Engine
 from .patch import patch
 
 
+def _checkpoint(checkpoint: str | None, pretrained: str | None) -> str:
+    """The folder; `pretrained` is what lm-eval's own models call it."""
+    if (checkpoint is None) == (pretrained is None):
+        raise ValueError(
+            "name the folder of the checkpoint once: --model_args checkpoint=FOLDER (or pretrained=FOLDER)"
+        )
+    return checkpoint or pretrained
+
+
 @register_model("twell")
 class TwellLM(TemplateLM):
     """Log-likelihoods, rolling ones and generation by the engine, without transformers.
@@ -31,7 +40,7 @@ class TwellLM(TemplateLM):
 
     def __init__(
         self,
-        checkpoint: str,
+        checkpoint: str | None = None,
         device: str | None = None,
         batch_size: int | str = 16,
         max_batch_size: int | None = None,
@@ -39,8 +48,10 @@ class TwellLM(TemplateLM):
         context: int = 0,
         ffn: str = "auto",
         threads: int = 0,
+        pretrained: str | None = None,
     ):
         super().__init__()
+        checkpoint = _checkpoint(checkpoint, pretrained)
         # lm-eval's command asks for cuda:0 where nobody says otherwise; its model hf then takes the CPU.
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "auto"
@@ -124,7 +135,15 @@ class PatchedLM(HFLM):
     Other arguments are those of `hf`.
     """
 
-    def __init__(self, checkpoint: str, policy: str = "auto", device: str | None = None, **kwargs):
+    def __init__(
+        self,
+        checkpoint: str | None = None,
+        policy: str = "auto",
+        device: str | None = None,
+        pretrained: str | None = None,
+        **kwargs,
+    ):
+        checkpoint = _checkpoint(checkpoint, pretrained)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.float32 if device.startswith("cpu") else torch.bfloat16
         super().__init__(pretrained=checkpoint, device=device, dtype=dtype, **kwargs)
