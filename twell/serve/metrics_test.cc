@@ -14,7 +14,7 @@ TEST(Metrics, HistogramsAreCumulativeAndLayersHaveLabels) {
   ServerMetrics metrics;
   SchedulerStats& stats = metrics.scheduler;
   stats.first_token_seconds = Histogram({0.5, 1.0});
-  for (const double seconds : {0.25, 0.75, 2.0}) stats.first_token_seconds.add(seconds);
+  for (const double waited : {0.25, 0.75, 2.0}) stats.first_token_seconds.add(waited);
   stats.layers = {{.per_token = 12.5, .sparse = true}, {.per_token = 100.0, .sparse = false}};
   stats.cache = {.block_tokens = 16, .blocks = 10, .used = 3, .cached = 2};
   stats.tokens = 6;
