@@ -61,7 +61,7 @@ std::optional<ChatTemplate> load_chat_template(const std::filesystem::path& chec
   }
 }
 
-// As many open files as the system lets this process have: each connection is one.
+// Raises the limit on open files to what the system allows, because each connection is one.
 void allow_open_files() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;

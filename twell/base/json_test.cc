@@ -79,7 +79,7 @@ TEST(Json, SaysWhereItIsNotValid) {
   EXPECT_THAT(fault("['a']"), HasSubstr("not valid JSON"));
   EXPECT_THAT(fault("[NaN]"), HasSubstr("not valid JSON"));
   EXPECT_THAT(fault("[1] // remark"), HasSubstr("not valid JSON"));
-  // What stands behind a NUL byte would be seen by other readers, and not by this one.
+  // nlohmann stops at a NUL byte, so other readers would see text behind it that this one does not.
   EXPECT_THAT(fault(std::string("{}\0", 3)), HasSubstr("byte 3: a byte of value 0"));
   EXPECT_THAT(fault(std::string("{\"a\": 1}\0{\"a\": 2}", 17)), HasSubstr("a byte of value 0"));
   EXPECT_THAT(fault(std::string("[1,\0 2]", 7)), HasSubstr("not valid JSON at byte 4"));
@@ -160,7 +160,7 @@ TEST(Json, ErasesKeysInOnePass) {
   EXPECT_EQ(object.dump(), "{\"b\":1,\"a\":{\"x\":1}}");
 }
 
-// Of four times the text the time must be far from sixteen times; the best of several runs each.
+// Four times the text must take far less than sixteen times as long; the best of several runs each.
 void expect_linear(const std::string& what, const std::function<std::string(int64_t)>& make,
                    const std::function<void(const std::string&)>& read) {
   const auto seconds = [&](int64_t count) {

@@ -386,6 +386,7 @@ double worst(const std::vector<float>& got, const Problem::Reference& want) {
   }
   return largest;
 }
+// A rounding to bf16 is 2^-9 to 2^-8 of a value, and the share counts 2^-9, so 1 can be exceeded.
 // All outputs of all tests on an H200 reach at most 1.15. SeesMissingKeys asks for 2 and more.
 void expect_near(const std::vector<float>& got, const Problem::Reference& want) {
   EXPECT_LE(worst(got, want), 1.5);
