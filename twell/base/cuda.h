@@ -190,9 +190,10 @@ class CudaContext {
   int compute_capability() const { return compute_capability_; }  // 90 for 9.0
   const std::string& device_name() const { return device_name_; }
 
-  // A per-context object of type T, made on first use (a library handle).
+  // A per-context object of type T, made on first use (a library handle, or what was asked of the
+  // driver once).
   template <typename T>
-  T& service() {
+  T& service() const {
     std::shared_ptr<void>& slot = services_[std::type_index(typeid(T))];
     if (!slot) slot = std::make_shared<T>();
     return *static_cast<T*>(slot.get());
@@ -204,7 +205,7 @@ class CudaContext {
   int multiprocessors_ = 0;
   int compute_capability_ = 0;
   std::string device_name_;
-  std::unordered_map<std::type_index, std::shared_ptr<void>> services_;
+  mutable std::unordered_map<std::type_index, std::shared_ptr<void>> services_;
 };
 
 // Why no CUDA device can be used here; empty when one can.

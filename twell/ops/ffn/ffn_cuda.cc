@@ -2,6 +2,7 @@
 #include "twell/ops/ffn/ffn_cuda.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "twell/base/rounding.h"
 
@@ -17,6 +18,25 @@ int64_t chunk_bytes(int64_t tokens, int64_t ffn) {
   return shape.words() * int64_t{sizeof(uint32_t)} +
          shape.max_spill_slots() * kTwellTile * int64_t{sizeof(__nv_bfloat16)} +
          tokens * int64_t{sizeof(int32_t)} + TileUnionWorkspace::bytes_needed(tokens, ffn);
+}
+
+GpuDevice ask_driver(const CudaContext& ctx) {
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, ctx.device()));
+    return static_cast<double>(value);
+  };
+  GpuDevice device{.compute_capability = ctx.compute_capability(),
+                   .multiprocessors = ctx.multiprocessors()};
+  const double khz = attribute(cudaDevAttrClockRate);
+  // Memory transfers twice per clock, one bit per line.
+  const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *
+                              attribute(cudaDevAttrGlobalMemoryBusWidth) / 8.0;
+  device.shared_memory = static_cast<int64_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  // Drivers of virtual machines may report 0.
+  if (khz > 0.0) device.clock_ghz = khz * 1e-6;
+  if (bytes_per_ms > 0.0) device.bandwidth = bytes_per_ms * 1e-3;
+  return device;
 }
 
 }  // namespace
@@ -73,22 +93,13 @@ int64_t FfnWorkspaceCuda::bytes() const {
 }
 
 GpuDevice gpu_device(const CudaContext& ctx) {
-  const auto attribute = [&](cudaDeviceAttr which) {
-    int value = 0;
-    TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, ctx.device()));
-    return static_cast<double>(value);
+  // The driver takes a millisecond or two to say how fast the clocks are, as long as a layer takes.
+  struct Known {
+    std::optional<GpuDevice> device;
   };
-  GpuDevice device{.compute_capability = ctx.compute_capability(),
-                   .multiprocessors = ctx.multiprocessors()};
-  const double khz = attribute(cudaDevAttrClockRate);
-  // Memory transfers twice per clock, one bit per line.
-  const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *
-                              attribute(cudaDevAttrGlobalMemoryBusWidth) / 8.0;
-  device.shared_memory = static_cast<int64_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-  // Drivers of virtual machines may report 0.
-  if (khz > 0.0) device.clock_ghz = khz * 1e-6;
-  if (bytes_per_ms > 0.0) device.bandwidth = bytes_per_ms * 1e-3;
-  return device;
+  std::optional<GpuDevice>& known = ctx.service<Known>().device;
+  if (!known) known = ask_driver(ctx);
+  return *known;
 }
 
 const GpuFfnChoice& choose_ffn_cuda(const GpuFfnLayer& layer, const GpuFfnCall& call,
