@@ -12,6 +12,7 @@ of events, weights of all layers in turn so that none stays in the L2), and erro
 layer in float32 on the same bf16 operands: the relative error of the whole result and of its worst
 token. A pattern file's gates are solved so that exactly the captured neurons fire on its first 2,048
 tokens, which then repeat; a checkpoint's layers get the inputs that they have on the text.
+"published, 128" keeps up to 128 neurons a tile of 256 instead of 32.
 Edges: what either does with sizes and inputs off its path.
 --model: the body of the checkpoint, 64 x 2,048 random tokens as the published benchmark, unless
 --batch says otherwise: speed and energy.
@@ -23,6 +24,7 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -181,14 +183,17 @@ def measure_layers(peer, layers, rows):
             twell.ffn(*operands, plan)
             plan.update(layer.x.shape[1], layer.gate.shape[0], True, cuda=True)
             mlp = peer.mlp(*operands[1:])
+            wide = peer.mlp(*operands[1:], compression_factor=2, flex_kernels=True)
             variants = {
                 "dense": lambda: dense(*operands),
                 "dense compiled": lambda: compiled_dense(*operands),
                 "published": lambda: mlp(layer.x),
+                "published, 128": lambda: wide(layer.x),
                 "this engine": lambda: twell.ffn(*operands, plan),
             }
             measure(layer, "inference", variants, want, rows, lambda got: [got])
             mlp.destroy()
+            wide.destroy()
 
 
 def measure_training(peer, layers, rows):
@@ -255,40 +260,54 @@ def measure(layer, what, variants, want, rows, results):
         rows.append(row)
 
 
-def edges(peer, rows):
-    """Sizes and inputs off the path: (name, tokens, D, F, active neurons of every token)."""
-    cases = [
-        ("a token of all neurons", 2048, 2048, 5632, 24),
-        ("1,000 tokens", 1000, 2048, 5632, 24),
-        ("one token", 1, 2048, 5632, 24),
-        ("D 2560, F 6912", 2048, 2560, 6912, 24),
-        ("D 4096, F 11008", 2048, 4096, 11008, 24),
-        ("F 5640", 2048, 2048, 5640, 24),
-        ("64 active of one tile", 2048, 2048, 5632, 64),
-    ]
-    print("\nEdges: error of the whole result against float32, or why there is none")
-    for name, tokens, width, ffn, active in cases:
-        torch.manual_seed(1)
-        x = torch.randn(tokens, width, device="cuda")
-        x[:, 0] = 8.0
-        gate = torch.randn(ffn, width, device="cuda") * 1e-3
-        gate[:, 0] = -1.0
-        gate[:active, 0] = 1.0  # neighbouring neurons, as the first of a tile
-        if name.startswith("a token"):
-            x[7, 0] = -8.0  # where the others are silent, this one fires
-        up, down = (torch.randn(ffn, width, device="cuda") * 0.02 for _ in range(2))
-        layer = Layer(name, x, gate, up, down)
-        operands = (layer.x, layer.gate, layer.up, layer.down)
-        want = layer.in_f32()
-        with torch.no_grad():
-            for variant, run in {
-                "published": lambda: peer.mlp(*operands[1:])(layer.x),
-                "this engine": lambda: twell.ffn(*operands, twell.Plan()),
-            }.items():
-                got, why = attempt(run)
-                text = why or "{:.1e} (worst token {:.1e})".format(*error(got, want))
-                print(f"{name:24} {variant:12} {text}", flush=True)
-                rows.append({"what": "edge", "layer": name, "variant": variant, "outcome": text})
+EDGES = [  # name, tokens, D, F, active neurons of every token
+    ("a token of all neurons", 2048, 2048, 5632, 24),
+    ("1,000 tokens", 1000, 2048, 5632, 24),
+    ("one token", 1, 2048, 5632, 24),
+    ("D 2560, F 6912", 2048, 2560, 6912, 24),
+    ("D 4096, F 11008", 2048, 4096, 11008, 24),
+    ("F 5640", 2048, 2048, 5640, 24),
+    ("64 active of one tile", 2048, 2048, 5632, 64),
+]
+
+
+def edge(variant, number, peer_folder):
+    """What one of the two does with a size or an input off its path, as one line."""
+    name, tokens, width, ffn, active = EDGES[number]
+    torch.manual_seed(1)
+    x = torch.randn(tokens, width, device="cuda")
+    x[:, 0] = 8.0
+    gate = torch.randn(ffn, width, device="cuda") * 1e-3
+    gate[:, 0] = -1.0
+    gate[:active, 0] = 1.0  # neighbouring neurons, as the first of a tile
+    if name.startswith("a token"):
+        x[7, 0] = -8.0  # where the others are silent, this one fires
+    up, down = (torch.randn(ffn, width, device="cuda") * 0.02 for _ in range(2))
+    layer = Layer(name, x, gate, up, down)
+    operands = (layer.x, layer.gate, layer.up, layer.down)
+    want = layer.in_f32()
+    with torch.no_grad():
+        if variant == "published":
+            mlp = Peer(peer_folder).mlp(*operands[1:])
+            got, why = attempt(lambda: mlp(layer.x))
+        else:
+            got, why = attempt(lambda: twell.ffn(*operands, twell.Plan()))
+        return why or "{:.1e} (worst token {:.1e})".format(*error(got, want))
+
+
+def edges(args, rows):
+    """Each in a process of its own: an assertion of the published code ends the process."""
+    print("\nEdges: error of the whole result against float32, or how it ended")
+    for number, case in enumerate(EDGES):
+        for variant in "published", "this engine":
+            ran = subprocess.run(
+                [sys.executable, __file__, "--peer", args.peer, "--edge", variant, str(number)],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ""
+            text = last.removeprefix("edge: ") if ran.returncode == 0 else (
+                f"the process ended with {ran.returncode}: {last[-100:]}")
+            print(f"{case[0]:24} {variant:12} {text}", flush=True)
+            rows.append({"what": "edge", "layer": case[0], "variant": variant, "outcome": text})
 
 
 # ---- a whole model ----
@@ -371,11 +390,16 @@ def main():
     parser.add_argument("--batch", type=int, default=64, help="sequences of 2,048 of --model")
     parser.add_argument("--repeats", type=int, default=10, help="of --model")
     parser.add_argument("--skip-edges", action="store_true")
+    parser.add_argument("--edge", nargs=2, metavar=("VARIANT", "N"), help=argparse.SUPPRESS)
     parser.add_argument("--jsonl", help="appends the rows to this file")
     args = parser.parse_args()
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0a")
     torch.backends.cuda.matmul.allow_tf32 = False
     compiled_dense = torch.compile(dense, dynamic=False)
+
+    if args.edge:
+        print("edge:", edge(args.edge[0], int(args.edge[1]), args.peer))
+        return
 
     rows = []
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
@@ -390,7 +414,7 @@ def main():
     if model is not None and args.model:
         measure_model(peer, model, args, rows)
     if not args.skip_edges:
-        edges(peer, rows)
+        edges(args, rows)
     if args.jsonl:
         with open(args.jsonl, "a") as file:
             for row in rows:
