@@ -338,7 +338,9 @@ def check_graphs_and_plans():
             torch.cuda.synchronize()
             return (psutil.Process().memory_info().rss - before) >> 10
 
-        first, then = grown(range(100, 1100)), grown(range(1100, 6000, 2))
+        # The first rounds touch memory that the libraries keep; those after them find it there.
+        first = grown(range(100, 1100)) + grown(range(1100, 6000, 2))
+        then = sum(grown(range(begin, 6000, 3)) for begin in (101, 102, 103))
         check("numbers of tokens take bounded memory", then < 4096, f"{first}, then {then} KiB")
 
 
