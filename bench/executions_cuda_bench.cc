@@ -14,7 +14,9 @@
 
 #include "bench/harness_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
+#include "twell/ops/ffn/row_fused/row_fused_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 
 namespace twell {
 namespace {

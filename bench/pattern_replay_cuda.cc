@@ -3,7 +3,8 @@
 
 #include <algorithm>
 
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 
 namespace twell {
 

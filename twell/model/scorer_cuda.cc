@@ -7,7 +7,7 @@
 #include "twell/base/rounding.h"
 #include "twell/ops/cross_entropy/cross_entropy_cuda.h"
 #include "twell/ops/embedding/embedding_cuda.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/route/route.h"
 
 namespace twell {

@@ -15,8 +15,9 @@
 #include "twell/ops/ffn/dense/dense_ffn_cuda.h"
 #include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
 #include "twell/ops/ffn/ffn_weights_cuda.h"
+#include "twell/ops/ffn/row_fused/row_fused_cuda.h"
 #include "twell/ops/ffn/screened/rotated_screen.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 
 namespace twell {
 

@@ -11,8 +11,8 @@
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/gpu/sm90/tensor_map.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
 #include "twell/ops/ffn/tile_union/gathered_gemm_sm90.cuh"
+#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
 
 namespace twell::ffn_train {

@@ -4,7 +4,7 @@
 // Neurons and tokens have a fixed order everywhere, so that sums repeat bit for bit. All pointers
 // of kernels are device memory.
 //
-// Kernels per chunk of tokens; those of unions are in ops/ffn/sparse_up_down_cuda.h:
+// Kernels per chunk of tokens; those of unions are in ops/ffn/tile_union/tile_union_kernels.h:
 //   forward   gate GEMM, find_unions, place_gates; up: u on the unions; keep; down
 //   backward  up with d_y and w_down: d_h on the unions; expand; down with two products: d_x;
 //             then by neuron: rank, neuron_unions, transpose, weight_grads
@@ -18,8 +18,10 @@
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/gpu/sm90/tensor_map.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/ffn/tile_union/gathered_gemm_sm90.cuh"
+#include "twell/ops/ffn/tile_union/tile_union_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
 #include "twell/ops/ffn_train/hybrid_weight_grads_sm90.cuh"
 

@@ -13,7 +13,7 @@
 // Exact on every input: with every neuron active they read what the dense layer reads. g is rounded
 // to bf16; h is rounded once, after the product in f32. A NaN in the gate counts as active.
 // Deterministic. Never synchronise; can be captured in a CUDA graph. Error where the sizes do not
-// suit (sparse_up_down_cuda.h) or exceed the workspace.
+// suit (gate/gate_gemm_cuda.h) or exceed the workspace.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,6 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
 
 namespace twell {
 

@@ -29,6 +29,7 @@
 #include "twell/ops/ffn/few_tokens/few_token_sm90.cuh"
 #include "twell/ops/ffn/few_tokens/small_down_sm90.cuh"
 #include "twell/ops/ffn/few_tokens/small_gate_up_sm90.cuh"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 
 namespace twell::few_token {
 

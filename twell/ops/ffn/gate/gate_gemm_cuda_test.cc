@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Inputs are small integers, so that every sum is exact in f32 and the packed values have one right
 // answer to the bit. Every test runs the Hopper kernel and the portable one.
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

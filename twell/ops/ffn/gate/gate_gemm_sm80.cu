@@ -12,7 +12,7 @@
 #include "twell/base/error.h"
 #include "twell/gpu/bf16_pair.cuh"
 #include "twell/gpu/scan.cuh"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 
 namespace twell {
 namespace gate_gemm_sm80 {

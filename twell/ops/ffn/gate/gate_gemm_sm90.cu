@@ -13,7 +13,7 @@
 #include "twell/gpu/sm90/store_matrices.cuh"
 #include "twell/gpu/sm90/tensor_map.h"
 #include "twell/gpu/warp_mma.cuh"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/matmul/paired_gemm_loop_sm90.cuh"
 
 namespace twell {

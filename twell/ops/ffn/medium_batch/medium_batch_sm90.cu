@@ -25,6 +25,7 @@
 #include "twell/gpu/sm90/tensor_map.h"
 #include "twell/gpu/sm90/wgmma.cuh"
 #include "twell/gpu/warp_mma.cuh"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/ffn/medium_batch/medium_batch_cuda.h"
 #include "twell/ops/ffn/medium_batch/medium_batch_schedule.h"
 

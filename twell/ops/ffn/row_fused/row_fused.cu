@@ -11,7 +11,8 @@
 #include "twell/base/reduce.cuh"
 #include "twell/gpu/bf16_pair.cuh"
 #include "twell/gpu/scan.cuh"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
+#include "twell/ops/ffn/row_fused/row_fused_cuda.h"
 
 namespace twell {
 namespace row_fused {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Inputs are small integers, so that every sum is exact in f32 and y has one right answer to the
 // bit: only the roundings of h and of y to bf16 are left, and the test makes the same ones.
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/row_fused/row_fused_cuda.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

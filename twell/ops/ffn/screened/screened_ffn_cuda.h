@@ -18,8 +18,9 @@
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/format/twell.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/ffn/screened/rotated_screen.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 
 namespace twell {
 

@@ -18,7 +18,7 @@
 #include "twell/gpu/sm90/barrier.cuh"
 #include "twell/gpu/sm90/copy.cuh"
 #include "twell/gpu/sm90/wgmma.cuh"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 
 namespace twell::tile_union {
 

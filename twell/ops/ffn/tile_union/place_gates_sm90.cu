@@ -8,7 +8,7 @@
 
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 
 namespace twell::tile_union {
 namespace {

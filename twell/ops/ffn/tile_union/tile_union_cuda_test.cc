@@ -14,7 +14,8 @@
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
 #include "twell/base/test_bf16.h"
-#include "twell/ops/ffn/sparse_up_down_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_cuda.h"
+#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 
 namespace twell {
 namespace {
