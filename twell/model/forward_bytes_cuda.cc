@@ -2,6 +2,7 @@
 // The layers of a forward whose projections are in e4m3. Every input of a projection is quantised
 // per token: by the norm in front of it, or, for the output projection, by a pass over what the
 // heads attended to. Keys, values and the residual stream stay in bf16.
+#include "twell/base/profile_range.h"
 #include "twell/model/forward_cuda.h"
 #include "twell/model/qkv.h"
 #include "twell/ops/bias/bias_cuda.h"
@@ -111,12 +112,17 @@ void ForwardCuda::enqueue_byte_layer(int64_t layer, int32_t* row_nnz,
   };
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
   const LayerBytesCuda& bytes_of_layer = model_.layer_bytes(layer);
+  const ProfileRange whole("layer", layer);
+  ProfileRange stage("norm");
   norm_bytes(w.attention_norm);
   done(ForwardStage::kNorm);
+  stage.next("qkv");
   project_bytes(layer);
   done(ForwardStage::kQkv);
+  stage.next("attention");
   attention(layer);
   done(ForwardStage::kAttention);
+  stage.next("output");
   TWELL_CUDA_CHECK(launch_quantise_rows({.rows = staged_.tokens,
                                          .cols = config_.q_width(),
                                          .x = attended_.data(),
@@ -132,6 +138,7 @@ void ForwardCuda::enqueue_byte_layer(int64_t layer, int32_t* row_nnz,
                                          ctx_.stream()));
   }
   done(ForwardStage::kOutput);
+  stage.next("norm");
   FfnForwardCuda ffn{.tokens = staged_.tokens,
                      .rows = padded_tokens(),
                      .weights = {.activation = config_.activation,
@@ -150,6 +157,7 @@ void ForwardCuda::enqueue_byte_layer(int64_t layer, int32_t* row_nnz,
   if (!in_order) ffn.y_rows = batch.row_tokens;
   norm_bytes(w.ffn_norm, in_order ? nullptr : batch.rows);
   done(ForwardStage::kNorm);
+  stage.next("ffn");
   if (hooks.ffn) {
     hooks.ffn(layer, ffn);
   } else {

@@ -3,6 +3,9 @@
 // sequences, with or without a cache: forward.h in bf16. Memory is planned once, for the largest
 // batch. A forward allocates only plans for matrix products of new shapes, and never waits for the
 // device.
+// ForwardCuda is defined in these files, by subject: forward_cuda.cc (memory, the order of a
+// forward), forward_staging, forward_attention, forward_layers, forward_bytes (projections in
+// e4m3), forward_screens.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -170,6 +173,9 @@ class ForwardCuda {
   void norm(const BF16* weight, const int32_t* rows = nullptr) const;
   // The same for a feed-forward layer that reads `rotated` behind this gate's screen.
   void norm_rotated(const BF16* weight, const FfnForwardCuda& ffn, const int32_t* rows) const;
+  // Device memory of 8-bit copies of the gates and of hidden_, and these.
+  static int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,
+                               const ForwardPlanCuda& plan);
   void make_rotated_gates();
   RotatedGateCuda rotated_gate(int64_t layer) const;  // without values where there are none
   // Whether feed-forward layers may take the staged batch sorted by id.

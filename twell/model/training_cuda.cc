@@ -8,6 +8,7 @@
 #include <array>
 #include <optional>
 
+#include "twell/base/profile_range.h"
 #include "twell/model/model_cuda.h"
 #include "twell/model/named_carver.h"
 #include "twell/model/qkv.h"
@@ -484,6 +485,7 @@ class TrainingCuda::Pass {
   using LayerGrads = LayerMatrices<float>;
 
   void forward() {
+    const ProfileRange whole("forward");
     if (views_.mask != nullptr) make_mask(views_.mask, 0);
     if (views_.window_mask != nullptr) make_mask(views_.window_mask, config_.sliding_window);
     if (documents()) done(TrainingStage::kAttention);
@@ -497,6 +499,7 @@ class TrainingCuda::Pass {
     done(TrainingStage::kEmbedding);
     for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
       await_weights(static_cast<int64_t>(layer));
+      const ProfileRange range("layer", static_cast<int64_t>(layer));
       const LayerWeights& w = weights_.layers[layer];
       const LayerActivationsCuda& a = views_.layers[layer];
       if (layer == 0) {
@@ -516,6 +519,7 @@ class TrainingCuda::Pass {
 
   // The loss includes the head, never stores all logits, and also computes the head's gradients.
   void loss(bool backward) {
+    const ProfileRange range("head and loss");
     TeacherCuda teacher = pass_.teacher;
     teacher.kl = views_.kl;
     cross_entropy_cuda(ctx_,
@@ -537,10 +541,12 @@ class TrainingCuda::Pass {
   }
 
   void backward() {
+    const ProfileRange whole("backward");
     norm_backward(views_.final_in, weights_.final_norm, nullptr, grads_.final_norm,
                   {.d_delta = ffn_rows_});
     backward_done(config_.layers);
     for (size_t layer = views_.layers.size(); layer-- > 0;) {
+      const ProfileRange range("layer", static_cast<int64_t>(layer));
       const LayerWeights& w = weights_.layers[layer];
       const LayerGrads& d = grads_.layers[layer];
       const LayerActivationsCuda& a = views_.layers[layer];
@@ -568,6 +574,7 @@ class TrainingCuda::Pass {
   // y = norm(x), or where `sum` is given, sum = x + delta and y = norm(sum).
   void norm(const __nv_bfloat16* x, const BF16* weight, __nv_bfloat16* y, __nv_bfloat16* sum,
             const NormRows& rows) {
+    const ProfileRange range("norm");
     TWELL_CUDA_CHECK(launch_rms_norm({.tokens = tokens_,
                                       .width = config_.width,
                                       .x = x,
@@ -589,6 +596,7 @@ class TrainingCuda::Pass {
   // reads d_delta, the copy in its order of rows.
   void norm_backward(const __nv_bfloat16* sum, const BF16* weight, const __nv_bfloat16* d_residual,
                      float* d_weight, const NormBackwardRows& rows) {
+    const ProfileRange range("norm");
     TWELL_CUDA_CHECK(
         launch_rms_norm_backward({.tokens = tokens_,
                                   .width = config_.width,
@@ -619,16 +627,19 @@ class TrainingCuda::Pass {
 
   void attention_block_forward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a) {
     project_qkv(w, a);
+    ProfileRange range("attention");
     attention_train_forward(ctx_, {.shape = attention_shape(layer),
                                    .qkv = a.qkv,
                                    .out = a.attended,
                                    .logsumexp = a.logsumexp,
                                    .mask = mask_of(layer)});
+    range.next("output");
     project_attended(w, a);
     done(TrainingStage::kAttention);
   }
 
   void project_qkv(const LayerWeights& w, const LayerActivationsCuda& a) {
+    const ProfileRange range("qkv");
     linear_forward(a.attention_normed, w.w_qkv, a.qkv);
     if (w.q_norm != nullptr) {
       TWELL_CUDA_CHECK(launch_head_norm({.tokens = tokens_,
@@ -666,6 +677,7 @@ class TrainingCuda::Pass {
 
   void attention_block_backward(size_t layer, RecomputeLevel level, const LayerWeights& w,
                                 const LayerActivationsCuda& a, const LayerGrads& d) {
+    ProfileRange range("output");
     if (d.b_o != nullptr) bias_backward(views_.d_residual, config_.width, d.b_o);
     linear_backward(a.attended, w.w_o, views_.d_residual, views_.d_attended, d.w_o);
     done(TrainingStage::kProjections);
@@ -673,6 +685,7 @@ class TrainingCuda::Pass {
       norm(a.attention_in, w.attention_norm, a.attention_normed);
     }
     if (level >= RecomputeLevel::kQkv) project_qkv(w, a);
+    range.next("attention");
     attention_train_backward(ctx_, {.shape = attention_shape(layer),
                                     .qkv = a.qkv,
                                     .out = a.attended,
@@ -681,6 +694,7 @@ class TrainingCuda::Pass {
                                     .d_qkv = views_.d_qkv,
                                     .mask = mask_of(layer)});
     done(TrainingStage::kAttention);
+    range.next("qkv");
     rotate(views_.d_qkv, nullptr, /*inverse=*/true);
     if (d.q_norm != nullptr) {
       TWELL_CUDA_CHECK(launch_head_norm_backward({.tokens = tokens_,
@@ -703,6 +717,7 @@ class TrainingCuda::Pass {
   }
 
   void feed_forward_forward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a) {
+    const ProfileRange range("ffn");
     const auto at = static_cast<int64_t>(layer);
     FfnTrainForwardCuda problem;
     problem.tokens = tokens_;
@@ -729,6 +744,7 @@ class TrainingCuda::Pass {
 
   void feed_forward_backward(size_t layer, const LayerWeights& w, const LayerActivationsCuda& a,
                              const LayerGrads& d) {
+    const ProfileRange range("ffn");
     ffn_train_backward_cuda(ctx_,
                             {.tokens = tokens_,
                              .weights = ffn_weights(w),

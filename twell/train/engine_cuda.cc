@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "twell/base/buffer.h"
+#include "twell/base/profile_range.h"
 #include "twell/model/model_cuda.h"
 #include "twell/ops/adamw/adamw.h"
 #include "twell/train/activity.h"
@@ -267,10 +268,13 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
     enqueue_micro_batch(/*first=*/i == 0, /*last=*/i == count - 1);
   }
   if (nccl_ != nullptr) optimizer_.merge_active(pass_.active, report_->layers * report_->ffn);
-  GradientNorm* const norm = &Report::head(block.device())->norm;
-  optimizer_.step(&report_->device_values()->adamw, norm);
-  if (options_.reinit_dead) optimizer_.reinit_dead(request.step, pass_.active, norm);
-  optimizer_.gather_weights();
+  {
+    const ProfileRange range("optimizer");
+    GradientNorm* const norm = &Report::head(block.device())->norm;
+    optimizer_.step(&report_->device_values()->adamw, norm);
+    if (options_.reinit_dead) optimizer_.reinit_dead(request.step, pass_.active, norm);
+    optimizer_.gather_weights();
+  }
   if (hooks_.after_optimizer) hooks_.after_optimizer();
   block.to_host(ctx_.stream());
   if (request.step < options_.steps) next_batch(request.step + 1, layout_.rank());
