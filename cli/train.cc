@@ -23,6 +23,7 @@
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/train/chat_run.h"
 #include "twell/train/plan.h"
 #include "twell/train/run.h"
 #include "twell/train/side_by_side.h"
@@ -45,6 +46,7 @@ Examples:
   twell train --config recipe.toml --l1 1e-4 --out runs/sparse
   twell train --out runs/sparse --resume
   twell train --from SmolLM2-135M --relufy --l1 1e-4 --l1-ramp-steps 500 --data docs/ --out runs/sm
+  twell train --from runs/half --chat-data talks.jsonl --chat-template chat.jinja --out runs/chat
   twell train --preset 0.5b --data docs/ --out runs/half --device cuda
   twell train --preset 0.5b --data docs/ --out runs/eight --gpus 8 --max-restarts 3
   torchrun --nnodes 2 --nproc-per-node 8 ... --no-python twell train --config run.toml
@@ -53,10 +55,12 @@ Examples:
 // What a run's data and first weights were made from. A resumed run has both already, so other
 // values would have no effect.
 const std::set<std::string> kMadeTheData = {
-    "data",          "json-field",       "bad-files",    "max-data-bytes", "tokenizer",
-    "pre-tokenizer", "tokenizer-sample", "val-fraction", "from",           "relufy"};
+    "data",      "json-field",    "bad-files",        "max-data-bytes",
+    "tokenizer", "pre-tokenizer", "tokenizer-sample", "val-fraction",
+    "from",      "relufy",        "chat-data",        "chat-template"};
 // Options that name files and folders, which are remembered as absolute paths.
-const std::set<std::string> kPaths = {"data", "shards", "tokenizer", "from", "task-data", "out"};
+const std::set<std::string> kPaths = {"data",      "shards", "tokenizer", "from",
+                                      "task-data", "out",    "chat-data", "chat-template"};
 
 void print_plan(const TrainOptions& options, const RunPlan& plan) {
   fmt::print("parameters       {:>14}  ({})\n", plan.parameters,
@@ -94,6 +98,20 @@ DataRequest data_request(const TrainFlags& flags, const DataOptions& data,
   return {data, common.data, config.vocab_size, common.seed, common.threads, flags.shards.empty()};
 }
 
+// The conversations of --chat-data, which every rank reads for itself.
+ChatRun read_chat(const TrainFlags& flags, const CommonOptions& common, Context& ctx,
+                  const ModelConfig& config, const TrainOptions& options,
+                  const Tokenizer& tokenizer, const fs::path& checkpoint, const LogSink& log) {
+  return read_chat_data(ctx, flags.settings, config, tokenizer, checkpoint,
+                        {.file = {},
+                         .length = options.sequence_length,
+                         .validation_fraction = flags.data.validation_fraction,
+                         .seed = common.seed,
+                         .skip_bad_lines = flags.data.files.bad_files == "skip",
+                         .log = log,
+                         .check = check_interrupted});
+}
+
 // Returns the tokenizer of the shards, after making them from --data unless usable shards exist.
 Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const ModelConfig& config,
                   const fs::path& shards, ProgressLine& progress) {
@@ -111,6 +129,14 @@ Tokenizer prepare(const TrainFlags& flags, const CommonOptions& common, const Mo
   if (data.tokenizer.empty() && !from.empty()) data.tokenizer = from / "tokenizer.json";
   return std::move(
       prepare_shards(data_request(flags, data, common, config), shards, progress).tokenizer);
+}
+
+// An estimate of what conversations take in memory: English has about four bytes a token, which is
+// stored in four.
+int64_t chat_bytes(const fs::path& file) {
+  std::error_code missing;
+  const uintmax_t bytes = fs::file_size(file, missing);
+  return missing ? 0 : static_cast<int64_t>(bytes);
 }
 
 // `resumed`: the first validation of this call is not that of the run, so it is left out.
@@ -238,14 +264,14 @@ struct TrainCommand {
 };
 
 // Puts the original and the sparse model side by side. Returns false when it was interrupted.
-bool compare_models(TrainCommand& line, Context& ctx, StartedRun& started, const ShardSet& shards,
+bool compare_models(TrainCommand& line, Context& ctx, StartedRun& started, const TrainingData& data,
                     const Tokenizer& tokenizer, ProgressLine& progress) {
   const TrainOptions& options = started.options();
   const ValidationOptions held_out{.sequences = options.validation_sequences,
                                    .length = options.sequence_length,
                                    .document_mask = options.document_mask};
   const SideBySide figures =
-      compare_side_by_side(ctx, *started.original(), started.model(), shards, held_out);
+      compare_side_by_side(ctx, *started.original(), started.model(), data, held_out);
   if (!line.tasks.run(ctx, *started.original(), started.model(), tokenizer, stop_on_signals(),
                       progress)) {
     return false;
@@ -268,12 +294,17 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
   const std::string saved_options = given_options_json(line.command, kPaths);
   // Making shards takes any time: a run that is killed meanwhile begins again with --resume.
   const bool begins = ranks.first() && !flags.resume;
+  const bool chats = !flags.settings.chat_data.empty();
   if (begins) folder->begin(saved_options);
   ranks.require_shared(common.out);
   ranks.require_equal("options", common_ground(line.command, flags, device));
   ProgressLine progress(flags.log_interval, ranks.first() ? stdout : nullptr);
+  const auto resume_from = agreed_resume_point(ranks, flags, *folder);
+  const fs::path origin = resume_from ? resume_from->folder : flags.settings.from;
   std::optional<Tokenizer> made;
-  if (ranks.first()) {
+  if (chats) {
+    made = Tokenizer::load(origin / "tokenizer.json");
+  } else if (ranks.first()) {
     try {
       made = prepare(flags, common, config, shards, progress);
     } catch (const InputError&) {
@@ -289,13 +320,26 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
   config = match_tokenizer(flags.settings, config, tokenizer);
   line.tasks.check(config, tokenizer);
   check_interrupted();
-  const ShardSet shard_set(shards, tokenizer);
-  progress.print(
-      fmt::format("data: {} training and {} validation tokens",
-                  format_count(static_cast<double>(shard_set.tokens(Split::kTrain))),
-                  format_count(static_cast<double>(shard_set.tokens(Split::kValidation)))));
-
-  const auto resume_from = agreed_resume_point(ranks, flags, *folder);
+  std::optional<ShardSet> shard_set;
+  ChatRun chat;
+  if (chats) {
+    try {
+      chat = read_chat(flags, common, ctx, config, resolve_options(requested, config), tokenizer,
+                       origin, progress.log_sink());
+    } catch (const InputError&) {
+      std::error_code ignored;
+      if (begins) fs::remove(folder->options_path(), ignored);
+      throw;
+    }
+    progress.print(chat.summary());
+  } else {
+    shard_set.emplace(shards, tokenizer);
+    progress.print(
+        fmt::format("data: {} training and {} validation tokens",
+                    format_count(static_cast<double>(shard_set->tokens(Split::kTrain))),
+                    format_count(static_cast<double>(shard_set->tokens(Split::kValidation)))));
+  }
+  const TrainingData& data = chats ? static_cast<const TrainingData&>(*chat.data) : *shard_set;
   StartedRun started(ctx, flags.settings, config, requested, resume_from,
                      {.allow_non_finite = common.allow_non_finite});
   const TrainOptions& options = started.options();
@@ -304,14 +348,16 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
     progress.print("nothing is left to do: every step is done; a larger --steps trains on");
   }
   if (ranks.communicator() != nullptr) {
-    ranks.require_equal("state",
-                        {{"shards", fingerprint(MappedFile(shards / "manifest.json").bytes())},
-                         {"weights before the first step",
-                          fingerprint(std::as_bytes(started.model().flat.span()))}});
+    ranks.require_equal(
+        "state",
+        {{chats ? "chat data" : "shards",
+          chats ? data.identity() : fingerprint(MappedFile(shards / "manifest.json").bytes())},
+         {"weights before the first step",
+          fingerprint(std::as_bytes(started.model().flat.span()))}});
   }
   TrainRun run{options,
                tokenizer,
-               shard_set,
+               data,
                *folder,
                saved_options,
                resume_from,
@@ -319,7 +365,7 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
                stop_on_signals(),
                progress.log_sink(),
                {}};
-  run.companions = started.companions();
+  run.text_files = chats ? chat.text_files : started.text_files();
   run.on_progress = [&](const Progress& now) {
     if (now.metrics.step == 0) {
       progress.print(fmt::format("validation CE {:.3f} before the first step", *now.validation_ce));
@@ -332,15 +378,14 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
         },
         now.metrics.validation_ce.has_value());
   };
-  started.make_engine(ctx, device, shard_set, ranks.communicator());
+  started.make_engine(ctx, device, data, ranks.communicator());
   ranks.wait_for_all();  // reading a checkpoint takes any time
   const TrainSummary summary = run_training(ctx, started.engine(), run);
   progress.finish();
   if (!ranks.first()) return summary.interrupted ? interrupted_exit_code() : kExitOk;
   print_summary(summary, options, resume_from.has_value());
   const bool compares = flags.settings.relufy && !summary.interrupted && options.validate_every > 0;
-  const bool whole =
-      !compares || compare_models(line, ctx, started, shard_set, tokenizer, progress);
+  const bool whole = !compares || compare_models(line, ctx, started, data, tokenizer, progress);
   return summary.interrupted || !whole ? interrupted_exit_code() : kExitOk;
 }
 
@@ -361,7 +406,14 @@ int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
   const TrainOptions options = resolve_options(requested, config);
   // Without --out, which only a dry run may leave out, there are no shards yet.
   const fs::path shards = common.out.empty() ? flags.shards : line.shards();
-  const int64_t data_bytes = shard_bytes(data_request(flags, flags.data, common, config), shards);
+  const fs::path& chat_data = flags.settings.chat_data;
+  TWELL_REQUIRE(chat_data.empty() ||
+                    (common.data.empty() && flags.shards.empty() && flags.data.tokenizer.empty()),
+                "--chat-data takes the place of text, and the tokenizer is that of --from: leave "
+                "--data, --shards and --tokenizer out");
+  const int64_t data_bytes =
+      chat_data.empty() ? shard_bytes(data_request(flags, flags.data, common, config), shards)
+                        : chat_bytes(chat_data);
   if (to_start > 0 && !flags.dry_run) {
     return launch_ranks({to_start, flags.max_restarts, common.out});
   }

@@ -25,6 +25,7 @@
 #include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
+#include "twell/train/chat_run.h"
 #include "twell/train/option_table.h"
 #include "twell/train/run.h"
 #include "twell/train/start.h"
@@ -107,7 +108,10 @@ class RunOptions {
     for (const auto& [name, value] : given_.items()) set(name, value);
     TWELL_REQUIRE(!arguments_.out.empty(), "no output folder given: add out=DIR");
     if (arguments_.resume) take_saved();
-    TWELL_REQUIRE(!arguments_.shards.empty(), "no shards given: add shards=DIR");
+    const bool chats = !settings_.chat_data.empty();
+    TWELL_REQUIRE(chats || !arguments_.shards.empty(), "no shards given: add shards=DIR");
+    TWELL_REQUIRE(!chats || !given_.contains("shards"),
+                  "--chat-data takes the place of text: leave shards out");
   }
   RunOptions(const RunOptions&) = delete;
 
@@ -171,19 +175,29 @@ class TrainingRun {
   explicit TrainingRun(const std::string& text)
       : options_(text),
         ctx_(static_cast<int>(options_.arguments().threads)),
-        tokenizer_(Tokenizer::load(options_.arguments().shards / "tokenizer.json")),
-        shards_(options_.arguments().shards, tokenizer_) {
+        tokenizer_(Tokenizer::load(tokenizer_folder() / "tokenizer.json")) {
     const RunSettings& settings = options_.settings();
     const RunArguments& arguments = options_.arguments();
     const ModelConfig config = match_tokenizer(settings, requested_config(settings), tokenizer_);
     const TrainOptions requested = requested_options(settings, config).options;
+    const bool chats = !settings.chat_data.empty();
+    if (!chats) shards_.emplace(arguments.shards, tokenizer_);
     folder_ = std::make_unique<RunFolder>(arguments.out, arguments.resume);
     if (arguments.resume) resume_from_ = folder_->resume_point({});
+    if (chats) {
+      ChatDataOptions options{.file = {},
+                              .length = resolve_options(requested, config).sequence_length,
+                              .seed = requested.seed,
+                              .log = [](LogLevel, std::string_view) {},
+                              .check = check_signals};
+      chat_ = read_chat_data(ctx_, settings, config, tokenizer_,
+                             resume_from_ ? resume_from_->folder : settings.from, options);
+    }
     const int gpu = device_index(arguments.device);
     device_ = std::make_unique<RunDevice>(gpu, arguments.device == "auto", config,
                                           resolve_options(requested, config));
     started_ = std::make_unique<StartedRun>(ctx_, settings, config, requested, resume_from_);
-    started_->make_engine(ctx_, *device_, shards_, nullptr);
+    started_->make_engine(ctx_, *device_, data(), nullptr);
     if (resume_from_) done_ = resume_from_->step;
   }
 
@@ -214,7 +228,7 @@ class TrainingRun {
     const Checkpoint saved =
         folder_->save(done_, train().keep_last, [&](const fs::path& checkpoint) {
           trainer_->save(checkpoint);
-          tokenizer_.save(checkpoint / "tokenizer.json");
+          save_text_files(checkpoint, started_->model().config, tokenizer_, text_files());
         });
     return saved.folder.string();
   }
@@ -233,7 +247,7 @@ class TrainingRun {
       device_->select();
       TrainRun run{train(),
                    tokenizer_,
-                   shards_,
+                   data(),
                    *folder_,
                    options_.text(),
                    resume_from_,
@@ -241,7 +255,7 @@ class TrainingRun {
                    stop,
                    {},
                    {}};
-      run.companions = started_->companions();
+      run.text_files = text_files();
       run.log = [](LogLevel, std::string_view) {};
       run.on_progress = [&](const Progress& now) {
         done_ = now.metrics.step;
@@ -276,11 +290,24 @@ class TrainingRun {
     std::atomic<bool>& busy_;
   };
   const TrainOptions& train() const { return started_->options(); }
+  // Where the tokenizer is: beside the shards, or in the checkpoint that is trained on.
+  fs::path tokenizer_folder() const {
+    const RunArguments& arguments = options_.arguments();
+    if (options_.settings().chat_data.empty()) return arguments.shards;
+    const fs::path newest = arguments.out / "checkpoint";
+    return arguments.resume && fs::exists(newest) ? newest : options_.settings().from;
+  }
+  const TrainingData& data() const {
+    return chat_.data != nullptr ? static_cast<const TrainingData&>(*chat_.data) : *shards_;
+  }
+  const TextFiles& text_files() const {
+    return chat_.data != nullptr ? chat_.text_files : started_->text_files();
+  }
+
   void begin() {
     trainer_ = std::make_unique<Trainer>(
-        ctx_, started_->engine(), shards_, train(),
-        fmt::format("{} train + {} validation, tokenizer {}", shards_.tokens(Split::kTrain),
-                    shards_.tokens(Split::kValidation), tokenizer_.hash()));
+        ctx_, started_->engine(), data(), train(),
+        fmt::format("{}, tokenizer {}", data().identity(), tokenizer_.hash()));
     if (resume_from_) {
       trainer_->restore(resume_from_->folder);
       folder_->discard_after(resume_from_->step);
@@ -291,7 +318,8 @@ class TrainingRun {
   RunOptions options_;
   Context ctx_;
   Tokenizer tokenizer_;
-  ShardSet shards_;
+  std::optional<ShardSet> shards_;
+  ChatRun chat_;  // in place of shards
   std::unique_ptr<RunFolder> folder_;
   std::optional<Checkpoint> resume_from_;
   std::unique_ptr<RunDevice> device_;

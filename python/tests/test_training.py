@@ -88,6 +88,76 @@ def test_options_reach_the_model_and_its_files(shards, tmp_path, monkeypatch):
     assert options.items() >= given.items() and options["out"] == str(tmp_path / "run")
 
 
+def test_transformers_and_lm_eval_take_a_checkpoint_as_it_is(shards, tmp_path):
+    from transformers import AutoTokenizer, pipeline
+
+    folder = twell.Trainer(out=tmp_path / "run", shards=shards, **SMALL).run()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.pad_token == tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.model_max_length == 32
+    batch = tokenizer(["one", "one two three"], padding=True)
+    assert len(batch["input_ids"][0]) == len(batch["input_ids"][1])
+    assert 0 in batch["attention_mask"][0] and 0 not in batch["attention_mask"][1]
+    generate = pipeline("text-generation", model=folder)
+    assert generate.model.generation_config.max_length == 32
+    assert generate.model.generation_config.eos_token_id == tokenizer.eos_token_id
+    for answer in generate(["one two", "three"], batch_size=2, do_sample=False):
+        assert len(tokenizer(answer[0]["generated_text"])["input_ids"]) <= 32
+
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.registry import get_model
+    from test_lm_eval import requests
+
+    model = get_model("hf")(pretrained=folder, device="cpu", batch_size=2)
+    pairs = requests("loglikelihood", [("one", " two"), ("one two three", " four")])
+    engine = twell.Engine(folder, device="cpu").loglikelihood([r.args for r in pairs])
+    for (a, _), (b, _) in zip(model.loglikelihood(pairs), engine):
+        assert a == pytest.approx(b, abs=1e-4)
+    until = {"until": ["\n"], "max_gen_toks": 4, "do_sample": False}
+    assert len(model.generate_until(requests("generate_until", [("one", until), ("two three", until)]))) == 2
+
+
+def test_conversations(shards, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    size = {**SMALL, "width": 64, "ffn": 128, "context": 64}
+    base = twell.Trainer(out=tmp_path / "base", shards=shards, **size).run()
+    pairs = {"one": "two", "three": "four", "five": "six"}
+    lines = [json.dumps({"prompt": a, "completion": b}) for a, b in pairs.items()] * 10
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    (tmp_path / "turns.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    given = {"from_": base, "chat_data": tmp_path / "talks.jsonl",
+             "chat_template": tmp_path / "turns.jinja", "steps": 60, "micro_batch": 2, "lr": 5e-3,
+             "validate_every": 0, "device": "cpu", "threads": 1}
+    trainer = twell.Trainer(out=tmp_path / "chat", **given)
+    for metrics in trainer:
+        if metrics["step"] == 30:
+            trainer.save()
+    assert metrics["ce"] < 0.05
+    folder = trainer.save()
+    engine = twell.Engine(folder, device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for question, answer in pairs.items():
+        messages = [{"role": "user", "content": question}]
+        assert engine.chat(messages, temperature=0, max_tokens=8).text == answer
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                            return_tensors="pt", return_dict=True)
+        out = model.generate(**ids, do_sample=False)[0][ids["input_ids"].shape[1]:]
+        assert out[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(out, skip_special_tokens=True) == answer
+    del trainer
+    with pytest.raises(ValueError, match="leave shards out"):
+        twell.Trainer(out=tmp_path / "both", shards=shards, **given)
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines[:-1]))
+    resumed = twell.Trainer(out=tmp_path / "chat", resume=True, steps=70)
+    with pytest.raises(ValueError, match="cannot resume on other data"):
+        resumed.step()
+
+
 def test_one_call_at_a_time(shards, tmp_path):
     trainer = twell.Trainer(out=tmp_path / "calls", shards=shards, **SMALL)
     faults = []

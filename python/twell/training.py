@@ -48,8 +48,9 @@ def _absolute(path: str | os.PathLike, name: str) -> str:
 
 
 class Trainer:
-    """A training run in the folder `out`, on shards of `tokenize` or of `twell tokenize`. `run`
-    trains it as a whole; or iterate over the trainer, or call `step`, and `save`.
+    """A training run in the folder `out`, on shards of `tokenize` or of `twell tokenize`, or on the
+    conversations of `chat_data`. `run` trains it as a whole; or iterate over the trainer, or call
+    `step`, and `save`.
 
     resume: goes on with the run in `out` from its newest checkpoint; options that are not given are
         those that it began with, its shards too.
@@ -76,6 +77,9 @@ class Trainer:
             given["resume"] = True
         if "from_" in options:
             given["from"] = _absolute(given.pop("from_"), "from_")
+        for name in ("chat_data", "chat_template"):
+            if name in options:
+                given[name] = _absolute(given[name], name)
         self._run = _engine.training_run(json.dumps(given))
 
     @property

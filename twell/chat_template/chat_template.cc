@@ -63,32 +63,51 @@ Json parse_object(std::string_view text, const std::string& source) {
   return out;
 }
 
-// Messages name files without their folder, because a server's clients read them.
-std::string name_of(const fs::path& file) { return file.filename().string(); }
+// The contents of a checkpoint's files by their path in it. Messages name files without their
+// folder, because a server's clients read them.
+using Files = std::map<std::string, std::string>;
 
-Json read_object(const fs::path& file) {
-  return fs::exists(file) ? parse_object(read_file(file), name_of(file)) : Json::object();
+constexpr const char* kTemplateFile = "chat_template.jinja";
+constexpr const char* kTemplateJson = "chat_template.json";
+constexpr const char* kMoreTemplates = "additional_chat_templates";
+constexpr const char* kTokenizerConfig = "tokenizer_config.json";
+constexpr const char* kTokensMap = "special_tokens_map.json";
+
+Files read_files(const fs::path& folder) {
+  Files files;
+  const auto take = [&](const fs::path& name) {
+    if (fs::exists(folder / name)) files[name.string()] = read_file(folder / name);
+  };
+  for (const char* name : {kTemplateFile, kTemplateJson, kTokenizerConfig, kTokensMap}) take(name);
+  std::error_code none;
+  for (const auto& entry : fs::directory_iterator(folder / kMoreTemplates, none)) {
+    if (entry.path().extension() == ".jinja") take(kMoreTemplates / entry.path().filename());
+  }
+  return files;
 }
 
-Texts texts_in(const fs::path& folder, const Json& config) {
+Json object_in(const Files& files, const char* name) {
+  const auto file = files.find(name);
+  return file == files.end() ? Json::object() : parse_object(file->second, name);
+}
+
+Texts texts_in(const Files& files, const Json& config) {
   Texts out;
-  const fs::path file = folder / "chat_template.jinja";
-  if (fs::exists(file)) {
-    out["default"] = {name_of(file), read_file(file)};
-    std::error_code none;
-    for (const auto& entry : fs::directory_iterator(folder / "additional_chat_templates", none)) {
-      if (entry.path().extension() != ".jinja") continue;
-      out[entry.path().stem().string()] = {name_of(entry.path()), read_file(entry.path())};
+  if (const auto file = files.find(kTemplateFile); file != files.end()) {
+    out["default"] = *file;
+    for (const auto& [path, text] : files) {
+      const fs::path name = path;
+      if (name.parent_path() != kMoreTemplates) continue;
+      out[name.stem().string()] = {name.filename().string(), text};
     }
     return out;
   }
-  const fs::path json = folder / "chat_template.json";
-  if (fs::exists(json)) return texts_of(read_object(json), name_of(json));
-  const fs::path config_file = folder / "tokenizer_config.json";
-  TWELL_REQUIRE(fs::exists(config_file),
+  if (files.contains(kTemplateJson))
+    return texts_of(object_in(files, kTemplateJson), kTemplateJson);
+  TWELL_REQUIRE(files.contains(kTokenizerConfig),
                 "there is no chat template; it would be in chat_template.jinja or "
                 "tokenizer_config.json of the checkpoint");
-  return texts_of(config, name_of(config_file));
+  return texts_of(config, kTokenizerConfig);
 }
 
 }  // namespace
@@ -148,14 +167,16 @@ struct ChatTemplate::Impl {
 
 ChatTemplate::ChatTemplate(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
-ChatTemplate ChatTemplate::load(const fs::path& folder) {
-  const Json config = read_object(folder / "tokenizer_config.json");
+ChatTemplate ChatTemplate::load(const fs::path& folder) { return from_files(read_files(folder)); }
+
+ChatTemplate ChatTemplate::from_files(const Files& files) {
+  const Json config = object_in(files, kTokenizerConfig);
   auto impl = std::make_shared<Impl>();
-  for (auto& [name, text] : texts_in(folder, config)) {
+  for (auto& [name, text] : texts_in(files, config)) {
     if (name == "default" || name == "tool_use") impl->add_template(name, text.first, text.second);
   }
   impl->add_tokens(config);
-  impl->add_tokens(read_object(folder / "special_tokens_map.json"));
+  impl->add_tokens(object_in(files, kTokensMap));
   return ChatTemplate(std::move(impl));
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -35,6 +36,8 @@ class ChatTemplate {
   // tokenizer_config.json and, where it lacks them, of special_tokens_map.json. InputError when
   // there is no template or it cannot be used.
   static ChatTemplate load(const std::filesystem::path& folder);
+  // The same from the contents of such files, by their path in the folder.
+  static ChatTemplate from_files(const std::map<std::string, std::string>& files);
   // tokenizer_config: the file's text, which must hold the template unless one is given.
   static ChatTemplate parse(std::string_view tokenizer_config, const std::string& source,
                             std::string_view given_template = {});

@@ -53,15 +53,15 @@ uint64_t permute(uint64_t index, uint64_t n, uint64_t seed, uint64_t epoch) {
   return index;
 }
 
-BatchSampler::BatchSampler(const ShardSet& shards, Split split, int64_t length, uint64_t seed,
+BatchSampler::BatchSampler(const TrainingData& data, Split split, int64_t length, uint64_t seed,
                            bool shuffle)
-    : shards_(shards), split_(split), length_(length), seed_(seed), shuffle_(shuffle) {
+    : data_(data), split_(split), length_(length), seed_(seed), shuffle_(shuffle) {
   TWELL_REQUIRE(length > 0, "the sequence length must be positive, got {}", length);
-  windows_ = (shards.tokens(split) - 1) / length;
+  windows_ = data.sequences(split, length);
   TWELL_REQUIRE(windows_ > 0,
                 "the {} split has {} tokens, too few for a sequence of length {}, which takes one "
                 "more: give more text or shorten the sequences",
-                split_name(split), shards.tokens(split), length);
+                split_name(split), data.tokens(split), length);
 }
 
 int64_t BatchSampler::window(int64_t index) const {
@@ -76,11 +76,16 @@ void BatchSampler::sequence(int64_t index, std::span<int32_t> inputs,
                             std::span<int32_t> targets) const {
   TWELL_CHECK(std::ssize(inputs) == length_ && std::ssize(targets) == length_,
               "inputs of {}, targets of {}, length {}", inputs.size(), targets.size(), length_);
-  const int64_t begin = window(index) * length_;
-  shards_.read(split_, begin, inputs);
-  // All targets but the last are also inputs, so the shards are read only once.
-  std::copy(inputs.begin() + 1, inputs.end(), targets.begin());
-  shards_.read(split_, begin + length_, targets.last(1));
+  data_.read_sequence(split_, window(index), inputs, targets);
+}
+
+void BatchSampler::add_documents(int64_t index, std::span<const int32_t> inputs,
+                                 std::vector<int64_t>& lengths) const {
+  data_.add_documents(split_, window(index), inputs, lengths);
+}
+
+int64_t BatchSampler::targets(int64_t index) const {
+  return data_.targets(split_, window(index), length_);
 }
 
 }  // namespace twell

@@ -11,6 +11,7 @@
 
 #include "twell/base/test_folder.h"
 #include "twell/data/shard_writer.h"
+#include "twell/data/shards.h"
 
 namespace twell {
 namespace {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "twell/base/error.h"
+#include "twell/data/batch_sampler.h"
 #include "twell/data/shards.h"
 #include "twell/data/split_writer.h"
 
@@ -74,6 +75,25 @@ void ShardSet::read(Split split, int64_t begin, std::span<int32_t> out) const {
     begin += std::ssize(part);
     out = out.subspan(part.size());
   }
+}
+
+void ShardSet::read_sequence(Split split, int64_t index, std::span<int32_t> inputs,
+                             std::span<int32_t> targets) const {
+  const int64_t length = std::ssize(inputs);
+  read(split, index * length, inputs);
+  // All targets but the last are also inputs, so the shards are read only once.
+  std::copy(inputs.begin() + 1, inputs.end(), targets.begin());
+  read(split, (index + 1) * length, targets.last(1));
+}
+
+void ShardSet::add_documents(Split, int64_t, std::span<const int32_t> inputs,
+                             std::vector<int64_t>& lengths) const {
+  const std::vector<int64_t> found = document_lengths(inputs, std::ssize(inputs), end_token_);
+  lengths.insert(lengths.end(), found.begin(), found.end());
+}
+
+std::string ShardSet::identity() const {
+  return fmt::format("{} train + {} validation", tokens(Split::kTrain), tokens(Split::kValidation));
 }
 
 void ShardSet::verify() const {

@@ -12,12 +12,16 @@
 
 #include "twell/base/file.h"
 #include "twell/data/shard_manifest.h"
+#include "twell/data/training_data.h"
 #include "twell/tokenizer/tokenizer.h"
 
 namespace twell {
 
-// The memory-mapped shards of a folder. Immutable; several threads may read at once.
-class ShardSet {
+// The memory-mapped shards of a folder. A split's token stream is cut into windows of length + 1
+// tokens that start length tokens apart: the last target of a window is the first input of the
+// next, so every token but the stream's first is a target exactly once; an incomplete last window
+// is dropped.
+class ShardSet : public TrainingData {
  public:
   // Checks the manifest, the sizes of the files, and that the tokenizer is the one that made them.
   // InputError says what does not match and what to do.
@@ -26,7 +30,17 @@ class ShardSet {
            int64_t vocab_size);
 
   const ShardCounts& counts() const { return manifest_.counts; }
-  int64_t tokens(Split split) const { return manifest_.tokens(split); }
+  int64_t tokens(Split split) const override { return manifest_.tokens(split); }
+  int64_t sequences(Split split, int64_t length) const override {
+    return (tokens(split) - 1) / length;
+  }
+  void read_sequence(Split split, int64_t index, std::span<int32_t> inputs,
+                     std::span<int32_t> targets) const override;
+  // A document ends with its end token, and with its sequence.
+  void add_documents(Split split, int64_t index, std::span<const int32_t> inputs,
+                     std::vector<int64_t>& lengths) const override;
+  int64_t targets(Split, int64_t, int64_t length) const override { return length; }
+  std::string identity() const override;
   // The token that ends every document; -1 when the set was opened without a tokenizer.
   int32_t end_token() const { return end_token_; }
   // Copies ids [begin, begin + out.size()) of the split's token stream. InputError when an id is

@@ -133,6 +133,7 @@ class RowDocuments : public DocumentReader {
     const size_t length = piece_length(rest, options_.piece_bytes);
     piece.text.assign(rest.substr(0, length));
     piece.begins_document = begins;
+    piece.line = line_;
     begin_ += length;
     return true;
   }
@@ -150,6 +151,7 @@ class RowDocuments : public DocumentReader {
 
   DocumentOptions options_;
   std::string document_;  // text of the current row
+  int64_t line_ = 0;      // of the current row, where the file has lines
 
  private:
   size_t begin_ = 0;  // start of the part not yet returned
@@ -193,6 +195,10 @@ class JsonlDocuments : public RowDocuments {
   }
 
   void parse(std::string_view line) {
+    if (options_.json_field.empty()) {
+      document_ = line;
+      return;
+    }
     json text;
     try {
       text = parse_json_field(line, options_.json_field, fmt::format("line {}", line_),
@@ -209,7 +215,6 @@ class JsonlDocuments : public RowDocuments {
   }
 
   StreamBuffer stream_;
-  int64_t line_ = 0;
 };
 
 class ParquetDocuments : public RowDocuments {

@@ -18,10 +18,11 @@ namespace twell {
 struct TextPiece {
   std::string text;  // never empty; UTF-8
   bool begins_document = false;
+  int64_t line = 0;  // of a .jsonl file, from 1
 };
 
 struct DocumentOptions {
-  std::string json_field = "text";
+  std::string json_field = "text";  // empty: a line of JSON is a document as it is
   size_t piece_bytes = size_t{1} << 20;
   size_t chunk_bytes = size_t{256} << 10;   // bytes per read
   size_t max_json_line = size_t{64} << 20;  // a longer line is a fault

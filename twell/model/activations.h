@@ -54,7 +54,7 @@ struct TrainingState::Activations {
   ActivationViews views;
   std::vector<FfnSaved> ffn;  // [L]
   RopeTable rope;
-  Buffer<int32_t> positions;  // [M] within the sequence
+  Buffer<int32_t> positions;  // [M] within the document
 };
 
 }  // namespace twell

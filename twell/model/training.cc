@@ -84,7 +84,6 @@ TrainingState::Activations::Activations(const ModelConfig& config, MicroBatchSha
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     ffn.emplace_back(tokens, config.ffn, config.gated);
   }
-  for (int64_t i = 0; i < tokens; ++i) positions[i] = static_cast<int32_t>(i % shape.length);
 }
 
 std::vector<AttentionSequence> TrainingState::Activations::sequences(
@@ -153,6 +152,7 @@ class TrainingPass {
         eps_(static_cast<float>(model.config.norm_eps)) {}
 
   TrainingResult run() {
+    set_positions();
     forward();
     loss();
     backward();
@@ -180,6 +180,16 @@ class TrainingPass {
                  views_.final_normed, views_.final_inv_rms);
   }
 
+  void set_positions() {
+    int32_t* at = act_.positions.data();
+    const auto count = [&](int64_t length) {
+      for (int32_t i = 0; i < static_cast<int32_t>(length); ++i) *at++ = i;
+    };
+    for (const int64_t length : batch_.documents) count(length);
+    if (!batch_.documents.empty()) return;
+    for (int64_t i = 0; i < act_.shape.sequences; ++i) count(act_.shape.length);
+  }
+
   void await_weights(int64_t layer) const {
     if (batch_.before_layer) batch_.before_layer(layer);
   }
@@ -191,7 +201,7 @@ class TrainingPass {
     const CrossEntropyResult ce = cross_entropy(ctx_, {.x = views_.final_normed,
                                                        .weight = weights_.head,
                                                        .targets = batch_.targets,
-                                                       .grad_scale = 1.0f / step_tokens(),
+                                                       .grad_scale = 1.0f / step_targets(),
                                                        .d_x = views_.d_normed,
                                                        .d_weight = grads_.head});
     result_.loss_sum = ce.loss_sum;
@@ -205,7 +215,7 @@ class TrainingPass {
                                                      .teacher_weight = batch_.teacher_head,
                                                      .targets = batch_.targets,
                                                      .share = batch_.teacher_share,
-                                                     .grad_scale = 1.0f / step_tokens(),
+                                                     .grad_scale = 1.0f / step_targets(),
                                                      .d_x = views_.d_normed,
                                                      .d_weight = grads_.head});
     result_.loss_sum = result.ce_sum;
@@ -369,6 +379,9 @@ class TrainingPass {
             config_.window_of(static_cast<int64_t>(layer))};
   }
   float step_tokens() const { return static_cast<float>(batch_.step_tokens); }
+  float step_targets() const {
+    return static_cast<float>(batch_.step_targets > 0 ? batch_.step_targets : batch_.step_tokens);
+  }
 
   Context& ctx_;
   const ModelConfig& config_;

@@ -74,11 +74,13 @@ struct TrainingBatch {
   std::span<const int32_t> inputs;   // [B * T]
   std::span<const int32_t> targets;  // [B * T], -1: none
   // The lengths of documents, one after the other, none of them across the end of a sequence;
-  // attention stays within each. Empty: every sequence is one.
+  // attention stays within each, and positions begin at 0 in each. Empty: every sequence is one.
   std::span<const int64_t> documents = {};
-  // Tokens of the whole optimizer step: CE and L1 gradients are scaled by 1 / step_tokens, so that
+  // Tokens of the whole optimizer step: L1 gradients are scaled by 1 / step_tokens, so that
   // the micro-batches of a step add up to the gradient of the mean.
   int64_t step_tokens = 0;
+  // Those of them that have a target: CE gradients are scaled by 1 / step_targets. 0: all.
+  int64_t step_targets = 0;
   float l1_coeff = 0.0f;  // per mean over layers and tokens of sum |h| (0: no L1 term)
   FfnTrainPolicy policy = FfnTrainPolicy::kAuto;
   // Replaces the model's activation while a model is moved from another activation to ReLU.

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <optional>
 
 #include "twell/base/profile_range.h"
@@ -87,10 +88,11 @@ struct TrainingCuda::Buffers {
   std::optional<FfnTrainWorkspaceCuda> ffn_workspace;
   std::optional<CrossEntropyWorkspaceCuda> head;
   EmbeddingWorkspaceCuda embedding;
-  DeviceBuffer<int32_t> batch;      // [3, M] inputs, targets, rows_by_id; behind a mask [4, M]: and
-                                    // where each token's document begins
+  // [3, M] inputs, targets, rows_by_id; behind a mask [5, M]: and where each token's document
+  // begins in its sequence, and its position in the document
+  DeviceBuffer<int32_t> batch;
   DeviceBuffer<float> cos, sin;     // [T, hd / 2]
-  DeviceBuffer<int32_t> positions;  // [M]
+  DeviceBuffer<int32_t> positions;  // [M] within the sequence
   std::array<StagingSlot, 2> slots;
   size_t next_slot = 0;
 };
@@ -98,7 +100,7 @@ struct TrainingCuda::Buffers {
 namespace {
 
 // Numbers per token that a micro-batch has in Buffers::batch.
-int64_t batch_rows(const TrainingPlanCuda& plan) { return plan.document_mask ? 4 : 3; }
+int64_t batch_rows(const TrainingPlanCuda& plan) { return plan.document_mask ? 5 : 3; }
 
 constexpr int64_t kAlignBytes = 256;  // the alignment of cudaMalloc
 
@@ -411,8 +413,11 @@ void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_
   rows_by_id(inputs, config_.vocab_size,
              {slot.data.data() + 2 * tokens, static_cast<size_t>(tokens)});
   int32_t* begins = slot.data.data() + 3 * tokens;
+  int32_t* positions = slot.data.data() + 4 * tokens;
   for (int64_t token = 0; const int64_t length : documents) {
     begins = std::fill_n(begins, length, static_cast<int32_t>(token % plan_.shape.length));
+    std::iota(positions, positions + length, 0);
+    positions += length;
     token += length;
   }
   TWELL_CUDA_CHECK(cudaMemcpyAsync(buffers_->batch.data(), slot.data.data(),
@@ -467,6 +472,8 @@ class TrainingCuda::Pass {
         inputs_(buffers_.batch.data()),
         targets_(buffers_.batch.data() + tokens_),
         ffn_rows_(buffers_.scratch_hybrid ? targets_ + tokens_ : nullptr),
+        positions_(training.plan_.document_mask ? targets_ + 3 * tokens_
+                                                : buffers_.positions.data()),
         recompute_(training.plan_.recompute) {}
 
   void run() {
@@ -530,6 +537,7 @@ class TrainingCuda::Pass {
                         .weight = device_bf16(weights_.head.data),
                         .targets = targets_,
                         .grad_scale = pass_.grad_scale,
+                        .scale = pass_.ce_scale,
                         .losses = views_.losses,
                         .sum = pass_.loss,
                         .d_x = backward ? views_.d_normed : nullptr,
@@ -771,7 +779,7 @@ class TrainingCuda::Pass {
                                   .head_dim = config_.head_dim,
                                   .cos = buffers_.cos.data(),
                                   .sin = buffers_.sin.data(),
-                                  .positions = buffers_.positions.data(),
+                                  .positions = positions_,
                                   .bias = device_bf16(bias),
                                   .qkv = qkv,
                                   .inverse = inverse},
@@ -877,6 +885,7 @@ class TrainingCuda::Pass {
   // their gradients); null: its own. The norms around these blocks write and read rows in that
   // order. Only hybrid layers gain from another order than the text's.
   const int32_t* const ffn_rows_;
+  const int32_t* const positions_;  // [M] for the rotation
   const Recompute recompute_;
 };
 

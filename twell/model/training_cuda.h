@@ -49,6 +49,7 @@ struct TrainingPassCuda {
   const __nv_bfloat16* weights = nullptr;  // [N], laid out by parameter_table
   // Gradients of grad_scale * (sum of CE) + *l1_scale * (sum over layers, tokens, neurons of |h|).
   float grad_scale = 0.0f;
+  const float* ce_scale = nullptr;       // one value, a factor of grad_scale; null: 1
   const float* l1_scale = nullptr;       // one value
   float* grads = nullptr;                // [N] accumulated into
   bool add = true;                       // to grads; false: they are overwritten

@@ -25,14 +25,14 @@ std::span<float> bucket_of(std::span<float> flat, const GradientBucket& bucket) 
 
 }  // namespace
 
-TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards,
+TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const TrainingData& data,
                                const TrainOptions& options, const Model* teacher,
                                Communicator* ranks)
     : TrainEngine(model, ranks),
       ctx_(ctx),
-      shards_(shards),
+      data_(data),
       options_(options),
-      micro_batches_(shards, options),
+      micro_batches_(data, options),
       state_(model.config, {options.micro_batch, options.sequence_length}),
       optimizer_(model, layout_),
       activity_(model.config),
@@ -113,17 +113,16 @@ int64_t TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOut
     std::fill(grads_.data() + begin, grads_.data() + end, 0.0f);
   });
   activity_.clear();
+  const int64_t step_targets = micro_batches_.step_targets(request.step);
   int64_t tokens = 0;
   for (int64_t i = layout_.rank(); i < options_.micro_batches(); i += layout_.ranks()) {
-    micro_batches_.read(request.step, i, inputs_, targets_);
-    if (options_.document_mask) {
-      documents_ = document_lengths(inputs_, options_.sequence_length, shards_.end_token());
-    }
+    micro_batches_.read(request.step, i, inputs_, targets_, documents_);
     TrainingBatch batch;
     batch.inputs = inputs_;
     batch.targets = targets_;
     batch.documents = documents_;
     batch.step_tokens = options_.batch_tokens;
+    batch.step_targets = step_targets;
     batch.l1_coeff = static_cast<float>(request.l1_coeff);
     if (request.relu_share) {
       batch.activation = {options_.relufy_from, static_cast<float>(*request.relu_share)};
@@ -182,7 +181,7 @@ double TrainEngineCpu::validate() {
   await_weights(model_.config.layers);
   // Validates half a training micro-batch at a time, which fits into the scratch memory of
   // training.
-  return validation_cross_entropy(ctx_, model_, shards_,
+  return validation_cross_entropy(ctx_, model_, data_,
                                   {.sequences = options_.validation_sequences,
                                    .length = options_.sequence_length,
                                    .micro_batch = std::max<int64_t>(1, options_.micro_batch / 2),

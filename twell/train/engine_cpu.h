@@ -10,7 +10,7 @@
 
 #include "twell/base/buffer.h"
 #include "twell/base/context.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/dist/communicator.h"
 #include "twell/model/forward.h"
 #include "twell/model/training.h"
@@ -27,7 +27,7 @@ class TrainEngineCpu : public TrainEngine {
  public:
   // All arguments must outlive the engine; `options` must be resolved. If `teacher` is not null,
   // the model is distilled from it with the share options.distill. ranks: null for a single one.
-  TrainEngineCpu(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
+  TrainEngineCpu(Context& ctx, Model& model, const TrainingData& data, const TrainOptions& options,
                  const Model* teacher = nullptr, Communicator* ranks = nullptr);
   // Other ranks may still be waiting for weights of this one.
   ~TrainEngineCpu() override;
@@ -50,7 +50,7 @@ class TrainEngineCpu : public TrainEngine {
   }
 
   Context& ctx_;
-  const ShardSet& shards_;
+  const TrainingData& data_;
   TrainOptions options_;
   MicroBatches micro_batches_;
   TrainingState state_;

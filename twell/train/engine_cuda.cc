@@ -27,6 +27,7 @@ struct StepValues {
   AdamWCoefficients adamw{};
   float l1_scale = 0.0f;
   float relu_share = 0.0f;
+  float ce_scale = 0.0f;  // tokens of the step / those with a target
 };
 
 // A block of page-locked memory and its copy on the device.
@@ -110,7 +111,7 @@ class TrainEngineCuda::Replay {
   int64_t replayed_ = 0;
 };
 
-TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
+TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const TrainingData* data,
                                  const TrainOptions& options, std::span<const LayerHint> hints,
                                  Communicator* ranks, const Model* teacher)
     : TrainEngine(model, ranks),
@@ -125,14 +126,15 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
       optimizer_(ctx, model, options, layout_, nccl_.get()),
       report_(std::make_unique<Report>(model.config)),
       replays_{std::make_unique<Replay>(ctx), std::make_unique<Replay>(ctx)},
-      end_token_(options.document_mask && shards != nullptr ? shards->end_token() : -1),
       inputs_(static_cast<size_t>(options.micro_batch_tokens())),
       targets_(static_cast<size_t>(options.micro_batch_tokens())) {
-  if (shards != nullptr) {
-    micro_batches_ = std::make_unique<MicroBatches>(*shards, options);
+  if (data != nullptr) {
+    micro_batches_ = std::make_unique<MicroBatches>(*data, options);
     if (options.validate_every > 0) {
       validation_ = std::make_unique<ValidationWindows>(
-          *shards, ValidationOptions{options.validation_sequences, options.sequence_length});
+          *data, ValidationOptions{.sequences = options.validation_sequences,
+                                   .length = options.sequence_length,
+                                   .document_mask = options.document_mask});
     }
   }
   TWELL_CHECK((teacher != nullptr) == (options.distill > 0.0), "a distillation share of {} {}",
@@ -149,6 +151,7 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet*
   pass_.weights = optimizer_.weights();
   pass_.grad_scale = 1.0f / static_cast<float>(options.batch_tokens);
   pass_.l1_scale = &report_->device_values()->l1_scale;
+  pass_.ce_scale = &report_->device_values()->ce_scale;
   pass_.grads = optimizer_.grads();
   pass_.loss = &Report::head(block)->loss;
   pass_.counts = report_->counts(block);
@@ -198,15 +201,9 @@ void TrainEngineCuda::prepare(const StepRequest& request) {
 void TrainEngineCuda::next_batch(int64_t step, int64_t index) {
   if (fixed_batch_ || (read_step_ == step && read_index_ == index)) return;
   TWELL_CHECK(micro_batches_ != nullptr, "step {} has no micro-batches to read", step);
-  micro_batches_->read(step, index, inputs_, targets_);
-  documents_ = documents_of(inputs_);
+  micro_batches_->read(step, index, inputs_, targets_, documents_);
   read_step_ = step;
   read_index_ = index;
-}
-
-std::vector<int64_t> TrainEngineCuda::documents_of(std::span<const int32_t> inputs) const {
-  if (!options_.document_mask) return {};
-  return document_lengths(inputs, options_.sequence_length, end_token_);
 }
 
 int64_t TrainEngineCuda::own_micro_batches() const {
@@ -256,6 +253,9 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
       static_cast<float>(request.l1_coeff) /
       (static_cast<float>(model_.config.layers) * static_cast<float>(options_.batch_tokens));
   values.relu_share = static_cast<float>(request.relu_share.value_or(1.0));
+  const int64_t targets =
+      fixed_batch_ ? options_.batch_tokens : micro_batches_->step_targets(request.step);
+  values.ce_scale = static_cast<float>(options_.batch_tokens) / static_cast<float>(targets);
   std::memcpy(report_->values.host(), &values, sizeof(values));
   report_->values.to_device(ctx_.stream());
   const Mirrored& block = report_->block;
@@ -328,14 +328,20 @@ double TrainEngineCuda::validate() {
   CrossEntropySum* const loss = &Report::head(report_->block.device())->loss;
   TWELL_CUDA_CHECK(cudaMemsetAsync(loss, 0, sizeof(*loss), ctx_.stream()));
   std::vector<int32_t> inputs(inputs_.size()), targets(targets_.size());
+  std::vector<int64_t> documents;
   for (int64_t begin = layout_.rank() * most; begin < sequences; begin += layout_.ranks() * most) {
     const int64_t count = std::min(most, sequences - begin);
     const size_t read = static_cast<size_t>(count) * length;
     // Unused sequences of the last micro-batch have no targets.
     std::fill(inputs.begin(), inputs.end(), 0);
     std::fill(targets.begin(), targets.end(), -1);
-    validation_->read(begin, count, std::span(inputs).first(read), std::span(targets).first(read));
-    training_.stage(inputs, targets, documents_of(inputs));
+    validation_->read(begin, count, std::span(inputs).first(read), std::span(targets).first(read),
+                      documents);
+    if (options_.document_mask) {
+      documents.insert(documents.end(), static_cast<size_t>(most - count),
+                       options_.sequence_length);
+    }
+    training_.stage(inputs, targets, documents);
     training_.evaluate(pass_);
   }
   CrossEntropySum sum;

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "twell/base/cuda.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/model/training_cuda.h"
 #include "twell/train/engine.h"
 #include "twell/train/micro_batches.h"
@@ -31,10 +31,10 @@ namespace twell {
 class TrainEngineCuda : public TrainEngine {
  public:
   // The arguments must outlive the engine; `options` must be resolved. InputError when the run is
-  // not supported or the device has too little memory. shards may be null if set_batch is used.
+  // not supported or the device has too little memory. data may be null if set_batch is used.
   // hints: as in plan_run_cuda. ranks: null for a single one; otherwise one rank per GPU. teacher:
   // as for TrainEngineCpu; it is copied to the device.
-  TrainEngineCuda(CudaContext& ctx, Model& model, const ShardSet* shards,
+  TrainEngineCuda(CudaContext& ctx, Model& model, const TrainingData* data,
                   const TrainOptions& options, std::span<const LayerHint> hints = {},
                   Communicator* ranks = nullptr, const Model* teacher = nullptr);
   ~TrainEngineCuda() override;
@@ -68,7 +68,6 @@ class TrainEngineCuda : public TrainEngine {
   class Replay;
   void prepare(const StepRequest& request);
   void next_batch(int64_t step, int64_t index);
-  std::vector<int64_t> documents_of(std::span<const int32_t> inputs) const;
   void enqueue_micro_batch(bool first, bool last);
   int64_t own_micro_batches() const;
   StepOutcome outcome();
@@ -85,7 +84,6 @@ class TrainEngineCuda : public TrainEngine {
   std::unique_ptr<Report> report_;
   std::array<std::unique_ptr<Replay>, 2> replays_;  // first micro-batch of a step, later ones
   TrainingPassCuda pass_;
-  int32_t end_token_;                       // of documents; -1 without a document mask
   std::vector<int32_t> inputs_, targets_;   // [B * T] of the next micro-batch
   std::vector<int64_t> documents_;          // its documents; empty without a document mask
   int64_t read_step_ = 0, read_index_ = 0;  // step and index of that batch; step 0: none

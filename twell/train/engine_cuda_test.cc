@@ -8,11 +8,14 @@
 
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <memory>
+#include <set>
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/data/chat_data.h"
 #include "twell/train/engine_cpu.h"
 #include "twell/train/run.h"
 #include "twell/train/test_run.h"
@@ -60,16 +63,36 @@ class TrainEngineCudaTest : public testing::Test {
   }
   std::unique_ptr<TrainEngine> engine(bool cuda, Model& model, const TrainOptions& options) {
     const Model* const teacher = options.distill > 0.0 ? teacher_.get() : nullptr;
-    if (!cuda) return std::make_unique<TrainEngineCpu>(ctx_, model, data_.shards, options, teacher);
-    return std::make_unique<TrainEngineCuda>(*device_, model, &data_.shards, options,
+    if (!cuda) return std::make_unique<TrainEngineCpu>(ctx_, model, data(), options, teacher);
+    return std::make_unique<TrainEngineCuda>(*device_, model, &data(), options,
                                              std::span<const LayerHint>{}, nullptr, teacher);
+  }
+  const TrainingData& data() const {
+    return talks_ ? static_cast<const TrainingData&>(*talks_) : data_.shards;
+  }
+  // Conversations of many lengths, trained on in place of text.
+  void make_talks(int64_t length) {
+    const fs::path file = temp_.path() / "talks.jsonl";
+    std::ofstream out(file);
+    for (int i = 0; i < 60; ++i) {
+      const std::string words(static_cast<size_t>(i % 9), 'q');
+      out << R"({"prompt": ")" << words << R"(", "completion": "of )" << i << "\"}\n";
+    }
+    out.close();
+    const ChatTemplate turns = ChatTemplate::from_files(
+        {{"chat_template.jinja",
+          "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|endoftext|>{% endfor %}"
+          "{% if add_generation_prompt %}a:{% endif %}"}});
+    talks_ = std::make_unique<ChatData>(
+        ctx_, turns, data_.tokenizer,
+        ChatDataOptions{.file = file, .length = length, .validation_fraction = 0.3});
   }
   // Trains from checkpoint `from` (or anew) to step `to`, saves to `into`, and returns the weights.
   std::vector<float> train(bool cuda, const TrainOptions& options, int64_t to,
                            const fs::path& from = {}, const fs::path& into = {}) {
     const auto model = from.empty() ? fresh_model() : load_model(ctx_, from);
     const auto engine = this->engine(cuda, *model, options);
-    Trainer trainer(ctx_, *engine, data_.shards, options, "data");
+    Trainer trainer(ctx_, *engine, data(), options, "data");
     if (!from.empty()) trainer.restore(from);
     while (trainer.steps_done() < to) {
       const StepMetrics metrics = trainer.train_step();
@@ -101,6 +124,7 @@ class TrainEngineCudaTest : public testing::Test {
   bool hybrid_ = false;  // layers that the hybrid execution takes
   TempFolder temp_;
   MicroData data_{temp_.path()};
+  std::unique_ptr<ChatData> talks_;
   Context ctx_{1};
   std::unique_ptr<CudaStream> stream_;
   std::unique_ptr<CudaContext> device_;
@@ -164,6 +188,40 @@ TEST_F(TrainEngineCudaTest, MasksDocumentsAsTheCpu) {
   const auto a = fresh_model(), b = fresh_model();
   const double want = engine(false, *a, options)->validate();
   EXPECT_NEAR(engine(true, *b, options)->validate(), want, 0.002 * want);
+}
+
+// Losses of answers alone: their gradients are scaled by a number that differs from step to step,
+// also where a step is replayed as a graph.
+TEST_F(TrainEngineCudaTest, TrainsOnConversationsAsTheCpu) {
+  make_talks(16);
+  TrainOptions options = this->options(12);
+  options.document_mask = true;
+  options.clip_norm = 0.0;
+  const MicroBatches batches(data(), options);
+  EXPECT_LT(batches.step_targets(1), options.batch_tokens * 3 / 4);
+  std::set<int64_t> targets;
+  for (int64_t step = 1; step <= 12; ++step) targets.insert(batches.step_targets(step));
+  EXPECT_GT(targets.size(), 1u);
+  for (const double distill : {0.0, 0.5}) {
+    options.distill = distill;
+    teacher_ = fresh_model();
+    for (float& weight : teacher_->flat.span()) weight *= 1.25f;
+    losses_.clear();
+    const std::vector<float> weights = train(true, options, 12);
+    const std::vector<double> got = std::exchange(losses_, {});
+    const std::vector<float> on_cpu = train(false, options, 12);
+    EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+    EXPECT_LT(got.back(), got.front() - 0.5);
+    EXPECT_LT(distance(weights, on_cpu), 0.1);
+    const auto a = fresh_model(), b = fresh_model();
+    const auto first = engine(true, *a, options), second = engine(false, *b, options);
+    const StepRequest request{
+        .step = 1, .learning_rate = 1e-3, .l1_coeff = 1e-3, .relu_share = {}, .hints = {}};
+    const double norm = second->step(request).grad_norm;
+    EXPECT_NEAR(first->step(request).grad_norm, norm, 0.02 * norm);
+    EXPECT_NEAR(first->validate(), second->validate(), 0.005 * losses_[0]);
+  }
 }
 
 // The memory that a hybrid layer keeps follows its activity, and differs between a run and a

@@ -40,7 +40,7 @@ struct TrainOptions {
   int64_t micro_batch = 8;      // sequences per forward and backward pass
   int64_t batch_tokens = 0;     // tokens per optimizer step; 0: one micro-batch per rank
   // Tokens attend only to tokens of their own document. An end-of-document token belongs to the
-  // document that it ends; positions are those in the sequence, and every token stays a target.
+  // document that it ends; positions begin at 0 in each, and every token stays a target.
   bool document_mask = false;
   // Processes that share the micro-batches of each step: rank r takes r, r + ranks, ...
   int64_t ranks = 1;

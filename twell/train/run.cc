@@ -40,8 +40,7 @@ Scalars tensorboard_scalars(const StepMetrics& metrics) {
 }
 
 std::string data_identity(const TrainRun& run) {
-  return fmt::format("{} train + {} validation, tokenizer {}", run.shards.tokens(Split::kTrain),
-                     run.shards.tokens(Split::kValidation), run.tokenizer.hash());
+  return fmt::format("{}, tokenizer {}", run.data.identity(), run.tokenizer.hash());
 }
 
 // The state of one call of run_training.
@@ -51,8 +50,8 @@ class Loop {
       : run_(run),
         ranks_(engine.ranks()),
         first_(ranks_ == nullptr || ranks_->rank() == 0),
-        ffn_(engine.model().config.ffn),
-        trainer_(ctx, engine, run.shards, run.options, data_identity(run)),
+        config_(engine.model().config),
+        trainer_(ctx, engine, run.data, run.options, data_identity(run)),
         checkpoint_bytes_(checkpoint_bytes(engine.model().config, run.options)) {
     if (run.resume_from) {
       trainer_.restore(run.resume_from->folder);
@@ -288,15 +287,11 @@ class Loop {
 
   void write_part(const std::filesystem::path& folder) {
     trainer_.save(folder);
-    if (!first_) return;
-    run_.tokenizer.save(folder / "tokenizer.json");
-    for (const auto& file : run_.companions) {
-      write_file_atomic(folder / file.filename(), read_file(file));
-    }
+    if (first_) save_text_files(folder, config_, run_.tokenizer, run_.text_files);
   }
 
   void log_changed_executions(const StepMetrics& metrics) {
-    for (const std::string& line : changes_.settled(metrics, ffn_)) {
+    for (const std::string& line : changes_.settled(metrics, config_.ffn)) {
       log(LogLevel::kInfo, line);
     }
   }
@@ -304,7 +299,7 @@ class Loop {
   const TrainRun& run_;
   Communicator* ranks_;
   bool first_;
-  int64_t ffn_;
+  const ModelConfig& config_;
   ExecutionChanges changes_;
   Trainer trainer_;
   std::unique_ptr<MetricsWriter> metrics_;

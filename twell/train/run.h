@@ -14,13 +14,14 @@
 
 #include "twell/base/context.h"
 #include "twell/base/log.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/model/weights.h"
 #include "twell/tokenizer/tokenizer.h"
 #include "twell/train/engine.h"
 #include "twell/train/metrics.h"
 #include "twell/train/options.h"
 #include "twell/train/run_folder.h"
+#include "twell/train/text_files.h"
 
 namespace twell {
 
@@ -35,7 +36,7 @@ struct Progress {
 struct TrainRun {
   const TrainOptions& options;  // resolved
   const Tokenizer& tokenizer;   // saved with every checkpoint
-  const ShardSet& shards;
+  const TrainingData& data;
   const RunFolder& folder;
   std::string saved_options;              // saved for --resume once the run can start
   std::optional<Checkpoint> resume_from;  // the same on all ranks; its weights are in the model
@@ -43,9 +44,7 @@ struct TrainRun {
   const std::atomic<bool>& stop;  // once true on any rank: finish the step, save, return
   LogSink log;
   std::function<void(const Progress&)> on_progress;
-  // Files of the original model that are copied into every checkpoint: templates and generation
-  // settings.
-  std::vector<std::filesystem::path> companions;
+  TextFiles text_files;  // of the original model, saved with every checkpoint
   // A checkpoint that cannot be saved is a warning, and is tried again at the next one. The run's
   // last one is tried this often, with this pause in between, or until `stop` becomes true.
   int64_t last_save_attempts = 60;

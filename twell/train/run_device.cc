@@ -67,16 +67,16 @@ void RunDevice::require_memory([[maybe_unused]] const RunPlan& plan) const {
 #endif
 }
 
-std::unique_ptr<TrainEngine> RunDevice::engine(Context& ctx, Model& model, const ShardSet& shards,
+std::unique_ptr<TrainEngine> RunDevice::engine(Context& ctx, Model& model, const TrainingData& data,
                                                const TrainOptions& options, const Model* teacher,
                                                Communicator* ranks) const {
 #ifdef TWELL_HAVE_CUDA
   if (on_gpu()) {
-    return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &shards, options,
+    return std::make_unique<TrainEngineCuda>(gpu_->ctx, model, &data, options,
                                              std::span<const LayerHint>{}, ranks, teacher);
   }
 #endif
-  return std::make_unique<TrainEngineCpu>(ctx, model, shards, options, teacher, ranks);
+  return std::make_unique<TrainEngineCpu>(ctx, model, data, options, teacher, ranks);
 }
 
 void RunDevice::select() const {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "twell/base/context.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/dist/communicator.h"
 #include "twell/train/engine.h"
 #include "twell/train/options.h"
@@ -30,7 +30,7 @@ class RunDevice {
   // InputError when the GPU has less free memory than the plan needs.
   void require_memory(const RunPlan& plan) const;
   // All arguments and this object outlive the engine. teacher, ranks: see TrainEngineCpu.
-  std::unique_ptr<TrainEngine> engine(Context& ctx, Model& model, const ShardSet& shards,
+  std::unique_ptr<TrainEngine> engine(Context& ctx, Model& model, const TrainingData& data,
                                       const TrainOptions& options, const Model* teacher,
                                       Communicator* ranks) const;
   // Makes the GPU the calling thread's.

@@ -69,8 +69,8 @@ nlohmann::json figures_json(const ModelFigures& figures) {
 }  // namespace
 
 SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model& sparse,
-                                const ShardSet& shards, const ValidationOptions& options) {
-  const BatchSampler sampler(shards, Split::kValidation, options.length, 0, false);
+                                const TrainingData& data, const ValidationOptions& options) {
+  const BatchSampler sampler(data, Split::kValidation, options.length, 0, false);
   const int64_t timed = std::min(kTimedSequences, sampler.windows());
   const size_t length = static_cast<size_t>(options.length);
   std::vector<int32_t> ids(static_cast<size_t>(timed) * length), targets(length);
@@ -83,8 +83,8 @@ SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model
     second.pass();
   }
   SideBySide out;
-  out.original = first.figures(validation_cross_entropy(ctx, original, shards, options));
-  out.sparse = second.figures(validation_cross_entropy(ctx, sparse, shards, options));
+  out.original = first.figures(validation_cross_entropy(ctx, original, data, options));
+  out.sparse = second.figures(validation_cross_entropy(ctx, sparse, data, options));
   out.validation_sequences = std::min(options.sequences, sampler.windows());
   out.timed_tokens = std::ssize(ids);
   return out;

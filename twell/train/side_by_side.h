@@ -7,7 +7,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "twell/base/context.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/model/weights.h"
 #include "twell/train/validation.h"
 
@@ -29,7 +29,7 @@ struct SideBySide {
 
 // Each model runs its fastest executions. `options` are those of the run's validation.
 SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model& sparse,
-                                const ShardSet& shards, const ValidationOptions& options);
+                                const TrainingData& data, const ValidationOptions& options);
 nlohmann::json side_by_side_json(const SideBySide& figures);
 
 }  // namespace twell

@@ -163,6 +163,11 @@ RequestedOptions requested_options(const RunSettings& settings, const ModelConfi
   override_with(settings.steps, options.steps);
   override_with(settings.tokens, options.tokens);
   override_with(settings.batch_tokens, options.batch_tokens);
+  const bool chats = !settings.chat_data.empty();
+  TWELL_REQUIRE(chats || settings.chat_template.empty(), "--chat-template goes with --chat-data");
+  TWELL_REQUIRE(!chats || !settings.from.empty(),
+                "--chat-data trains a model on that has learned from text: add --from DIR");
+  if (chats) options.document_mask = true;  // a conversation is a document
   options.schedule = parse_schedule(settings.schedule);
   options.l1_reduction = parse_l1_reduction(settings.l1_reduction);
   options.ffn_policy = parse_ffn_train_policy(settings.ffn_policy);
@@ -214,17 +219,14 @@ StartedRun::StartedRun(Context& ctx, const RunSettings& settings, const ModelCon
                            : resolve_options(requested, config)),
       model_(make_model(ctx, settings, config, options_.seed, resume_from, load)) {
   if (settings.relufy || options_.distill > 0.0) original_ = load_model(ctx, settings.from, load);
-  if (settings.from.empty()) return;
-  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json",
-                           "generation_config.json", "chat_template.jinja", "chat_template.json"}) {
-    if (fs::is_regular_file(settings.from / name)) companions_.push_back(settings.from / name);
-  }
+  const fs::path& origin = resume_from ? resume_from->folder : settings.from;
+  if (!origin.empty()) text_files_ = text_files_of(origin);
 }
 
-void StartedRun::make_engine(Context& ctx, const RunDevice& device, const ShardSet& shards,
+void StartedRun::make_engine(Context& ctx, const RunDevice& device, const TrainingData& data,
                              Communicator* ranks) {
   const Model* const teacher = options_.distill > 0.0 ? original_.get() : nullptr;
-  engine_ = device.engine(ctx, *model_, shards, options_, teacher, ranks);
+  engine_ = device.engine(ctx, *model_, data, options_, teacher, ranks);
 }
 
 }  // namespace twell

@@ -13,7 +13,7 @@
 
 #include "twell/base/context.h"
 #include "twell/checkpoint/tensor_load.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/dist/communicator.h"
 #include "twell/model/weights.h"
 #include "twell/tokenizer/tokenizer.h"
@@ -21,6 +21,7 @@
 #include "twell/train/option_table.h"
 #include "twell/train/run_device.h"
 #include "twell/train/run_folder.h"
+#include "twell/train/text_files.h"
 
 namespace twell {
 
@@ -57,17 +58,18 @@ class StartedRun {
   Model& model() { return *model_; }
   // The model that is sparsified or distilled from, as it was; null otherwise.
   const Model* original() const { return original_.get(); }
-  // Files beside the original's weights that chat and generation need.
-  const std::vector<std::filesystem::path>& companions() const { return companions_; }
+  // The files for chat, generation and transformers of the original, or of the checkpoint that the
+  // run goes on with.
+  const TextFiles& text_files() const { return text_files_; }
 
-  void make_engine(Context& ctx, const RunDevice& device, const ShardSet& shards,
+  void make_engine(Context& ctx, const RunDevice& device, const TrainingData& data,
                    Communicator* ranks);
   TrainEngine& engine() { return *engine_; }
 
  private:
   TrainOptions options_;
   std::unique_ptr<Model> model_, original_;
-  std::vector<std::filesystem::path> companions_;
+  TextFiles text_files_;
   std::unique_ptr<TrainEngine> engine_;
 };
 

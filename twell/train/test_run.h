@@ -37,10 +37,10 @@ struct OwnEngine {
 };
 class CpuTrainer : private OwnEngine, public Trainer {
  public:
-  CpuTrainer(Context& ctx, Model& model, const ShardSet& shards, const TrainOptions& options,
+  CpuTrainer(Context& ctx, Model& model, const TrainingData& data, const TrainOptions& options,
              const std::string& data_identity, const Model* teacher = nullptr)
-      : OwnEngine{{ctx, model, shards, options, teacher}},
-        Trainer(ctx, engine, shards, options, data_identity) {}
+      : OwnEngine{{ctx, model, data, options, teacher}},
+        Trainer(ctx, engine, data, options, data_identity) {}
 };
 
 inline TrainOptions micro_options(int64_t steps) {

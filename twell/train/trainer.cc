@@ -23,7 +23,7 @@ void smooth(double newest, double& value) {
 
 }  // namespace
 
-Trainer::Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards,
+Trainer::Trainer(Context& ctx, TrainEngine& engine, const TrainingData& data,
                  const TrainOptions& options, std::string data_identity)
     : ctx_(ctx),
       engine_(engine),
@@ -32,7 +32,7 @@ Trainer::Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards,
       flops_per_token_(training_flops_per_token(engine.model().config, options)) {
   // Refuse a validation split without a window now, not at the first validation.
   if (options.validate_every > 0) {
-    BatchSampler(shards, Split::kValidation, options.sequence_length, 0, false);
+    BatchSampler(data, Split::kValidation, options.sequence_length, 0, false);
   }
 }
 

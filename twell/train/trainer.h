@@ -11,7 +11,7 @@
 
 #include "twell/base/context.h"
 #include "twell/base/error.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/model/weights.h"
 #include "twell/train/engine.h"
 #include "twell/train/metrics.h"
@@ -31,7 +31,7 @@ class Trainer {
 
   // All arguments must outlive the trainer; `options` must be resolved. `data_identity` identifies
   // the token stream: restore() refuses a state saved with another one.
-  Trainer(Context& ctx, TrainEngine& engine, const ShardSet& shards, const TrainOptions& options,
+  Trainer(Context& ctx, TrainEngine& engine, const TrainingData& data, const TrainOptions& options,
           std::string data_identity);
 
   int64_t steps_done() const { return step_; }

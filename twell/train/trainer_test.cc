@@ -30,7 +30,7 @@ class TrainerTest : public testing::Test {
   }
 
   TrainSummary run_on_cpu(Model& model, const TrainRun& run) {
-    TrainEngineCpu engine(ctx_, model, run.shards, run.options);
+    TrainEngineCpu engine(ctx_, model, run.data, run.options);
     return run_training(ctx_, engine, run);
   }
 

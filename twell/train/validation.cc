@@ -10,9 +10,9 @@
 
 namespace twell {
 
-double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet& shards,
+double validation_cross_entropy(Context& ctx, const Model& model, const TrainingData& data,
                                 const ValidationOptions& options, Communicator* ranks) {
-  const ValidationWindows windows(shards, options);
+  const ValidationWindows windows(data, options);
   const int64_t sequences = windows.sequences();
   ForwardState state(model.config, FfnPolicy::kAuto);
   double loss = 0.0, tokens = 0.0;
@@ -22,16 +22,11 @@ double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet
     const int64_t count = std::min(options.micro_batch, sequences - begin);
     const int64_t rows = count * options.length;
     std::vector<int32_t> inputs(static_cast<size_t>(rows)), targets(static_cast<size_t>(rows));
-    windows.read(begin, count, inputs, targets);
+    std::vector<int64_t> documents;
+    windows.read(begin, count, inputs, targets, documents);
     std::vector<ForwardSequence> shape(static_cast<size_t>(count), {options.length, 0});
-    if (options.document_mask) {
-      // A document by itself has the same attention as behind a mask: rotated queries and keys
-      // depend on distances alone.
-      shape.clear();
-      for (const int64_t length : document_lengths(inputs, options.length, shards.end_token())) {
-        shape.push_back({length, 0});
-      }
-    }
+    if (options.document_mask) shape.clear();
+    for (const int64_t length : documents) shape.push_back({length, 0});
     Arena::Scope scratch(ctx.scratch());
     const MatrixF hidden = scratch.matrix<float>(rows, model.config.width);
     forward(ctx, model, state, {.ids = inputs, .sequences = shape, .hidden = hidden});

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "twell/base/context.h"
-#include "twell/data/shards.h"
+#include "twell/data/training_data.h"
 #include "twell/dist/communicator.h"
 #include "twell/model/weights.h"
 #include "twell/train/micro_batches.h"
@@ -13,7 +13,7 @@
 namespace twell {
 
 // Mean in nats per token. Ranks share the sequences and have the same result.
-double validation_cross_entropy(Context& ctx, const Model& model, const ShardSet& shards,
+double validation_cross_entropy(Context& ctx, const Model& model, const TrainingData& data,
                                 const ValidationOptions& options, Communicator* ranks = nullptr);
 
 }  // namespace twell

@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(SoftmaxGradi
   if (threadIdx.x == 0) p.losses[blockIdx.x] = logf(total.sum) + (total.top - at_target);
   if (!p.gradient) return;
   __syncthreads();  // all threads have read the target's logit
-  const float scale = p.grad_scale / total.sum;
+  const float grad_scale = p.scale == nullptr ? p.grad_scale : p.grad_scale * *p.scale;
+  const float scale = grad_scale / total.sum;
   const int64_t target_piece = target / kPiece;
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < pieces; i += kThreads) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) softmax_gradient_kernel(SoftmaxGradi
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       float gradient = scale * __expf(__bfloat162float(piece.value[k]) - total.top);
-      if (i == target_piece && k == target % kPiece) gradient -= p.grad_scale;
+      if (i == target_piece && k == target % kPiece) gradient -= grad_scale;
       piece.value[k] = __float2bfloat16(gradient);
     }
     row[i] = piece;
@@ -184,8 +185,9 @@ __global__ void __launch_bounds__(kThreads) distillation_kernel(SoftmaxGradient 
                        (logf(total.sum) - logf(teacher_total.sum));
   }
   __syncthreads();  // all threads have read the target's logit
-  const float scale = p.grad_scale / total.sum;
-  const float teacher_scale = p.grad_scale * p.share / teacher_total.sum;
+  const float grad_scale = p.scale == nullptr ? p.grad_scale : p.grad_scale * *p.scale;
+  const float scale = grad_scale / total.sum;
+  const float teacher_scale = grad_scale * p.share / teacher_total.sum;
   const int64_t target_piece = target / kPiece;
   for (int64_t i = threadIdx.x; i < pieces; i += kThreads) {
     Piece<kPiece> piece = row[i];
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(kThreads) distillation_kernel(SoftmaxGradient 
     for (int k = 0; k < kPiece; ++k) {
       float gradient = scale * __expf(__bfloat162float(piece.value[k]) - total.top) -
                        teacher_scale * __expf(__bfloat162float(other.value[k]) - teacher_total.top);
-      if (i == target_piece && k == target % kPiece) gradient -= p.grad_scale * (1.0f - p.share);
+      if (i == target_piece && k == target % kPiece) gradient -= grad_scale * (1.0f - p.share);
       piece.value[k] = __float2bfloat16(gradient);
     }
     row[i] = piece;
@@ -365,6 +367,7 @@ void cross_entropy_cuda(CudaContext& ctx, const CrossEntropyCuda& problem,
                                  .losses = problem.losses + begin,
                                  .gradient = backward,
                                  .grad_scale = problem.grad_scale,
+                                 .scale = problem.scale,
                                  .teacher = distills ? workspace.teacher_logits_ : nullptr,
                                  .share = teacher.share,
                                  .kl = distills ? teacher.kl + begin : nullptr},

@@ -43,6 +43,7 @@ struct CrossEntropyCuda {
   const __nv_bfloat16* weight = nullptr;  // [V, D]
   const int32_t* targets = nullptr;       // [M]
   float grad_scale = 0.0f;                // gradients are of grad_scale * (sum of CE)
+  const float* scale = nullptr;           // one value, a factor of grad_scale; null: 1
   float* losses = nullptr;                // [M] out, 0 where there is no target
   CrossEntropySum* sum = nullptr;         // one, or null: the losses of this call are added to it
   // Both null for evaluation.
@@ -86,6 +87,7 @@ struct SoftmaxGradient {
   float* losses = nullptr;           // [M]
   bool gradient = false;
   float grad_scale = 0.0f;
+  const float* scale = nullptr;  // one value, a factor of grad_scale; null: 1
   // With a teacher and a gradient; the latter is then grad_scale * (softmax - (1 - share) * one at
   // the target - share * the teacher's softmax).
   const __nv_bfloat16* teacher = nullptr;  // [M, V] or null
