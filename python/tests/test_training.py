@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training by the engine: step by step and as a whole run, the same losses and a usable model."""
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -123,7 +124,11 @@ def test_conversations(shards, tmp_path):
     size = {**SMALL, "width": 64, "ffn": 128, "context": 64}
     base = twell.Trainer(out=tmp_path / "base", shards=shards, **size).run()
     pairs = {"one": "two", "three": "four", "five": "six"}
-    lines = [json.dumps({"prompt": a, "completion": b}) for a, b in pairs.items()] * 10
+    # Copies would go to validation together, and then nothing would be learned of them.
+    lines = [json.dumps({"messages": [m for question in questions for m in (
+                 {"role": "user", "content": question},
+                 {"role": "assistant", "content": pairs[question]})]})
+             for count in (1, 2, 3) for questions in itertools.product(pairs, repeat=count)]
     (tmp_path / "talks.jsonl").write_text("\n".join(lines))
     (tmp_path / "turns.jinja").write_text(
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
