@@ -20,7 +20,7 @@ ALLOWED = {
     "parquet": {"base"},
     "tokenizer": {"base"},
     "chat_template": {"base"},
-    "data": {"base", "parquet", "tokenizer"},
+    "data": {"base", "parquet", "tokenizer", "chat_template"},
     "ops": {"base", "format", "gpu", "ops"},
     "model": {"base", "format", "ops"},
     "checkpoint": {"base", "format", "ops", "model"},
