@@ -16,6 +16,7 @@ void add_report_command(Command& root, CommonOptions& common);
 void add_convert_command(Command& root, CommonOptions& common);
 void add_tokenize_command(Command& root, CommonOptions& common);
 void add_doctor_command(Command& root);
+void add_dump_command(Command& root, CommonOptions& common);
 void add_completion_command(Command& root);
 
 }  // namespace twell::cli

@@ -50,6 +50,7 @@ int run(int argc, char** argv) {
   add_convert_command(root, common);
   add_tokenize_command(root, common);
   add_doctor_command(root);
+  add_dump_command(root, common);
   add_completion_command(root);
   root.footer(kRootFooter);
   root.before_running([&common] { resolve_inputs(common); });

@@ -1088,12 +1088,37 @@ TEST_F(CliTest, AFinishedRunGoesOnWithMoreSteps) {
   EXPECT_THAT(damaged.err, testing::Not(HasSubstr("json.exception")));
 }
 
+TEST_F(CliTest, DumpsALayerAndNamesTheFirstStageThatDiffers) {
+  const auto dump = [&](const std::string& out, const std::vector<std::string>& more) {
+    std::vector<std::string> words = {
+        "dump", "--checkpoint", golden("model"), "--device", "cpu", "--threads",
+        "1",    "--prompt",     "a cat",         "--out",    out};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  EXPECT_EQ(run(dump("a.safetensors", {"--ffn", "dense"})).code, 0);
+  const Result same =
+      run(dump("b.safetensors", {"--ffn", "row-fused", "--against", "a.safetensors"}));
+  EXPECT_EQ(same.code, 0) << same.err;
+  EXPECT_THAT(same.out, HasSubstr("every stage is within"));
+  const Result strict = run(dump(
+      "c.safetensors", {"--ffn", "row-fused", "--against", "a.safetensors", "--tolerance", "0"}));
+  EXPECT_TRUE(strict.code == 0 || strict.out.find("more than 0: ffn\n") != std::string::npos)
+      << strict.out;
+  expect_refused(dump("d.safetensors", {"--layer", "99"}), "layer 99 of a model with layers 0 to");
+  expect_refused(dump("d.safetensors", {"--layer", "1", "--against", "a.safetensors"}),
+                 "a.safetensors is no dump of layer 1");
+  std::vector<std::string> other = dump("d.safetensors", {"--against", "a.safetensors"});
+  std::ranges::replace(other, std::string("a cat"), std::string("a dog"));
+  expect_refused(other, "other tokens");
+}
+
 TEST_F(CliTest, HelpOfEveryCommand) {
   const Result all = run({"--help"});
   EXPECT_EQ(all.code, 0);
   EXPECT_THAT(all.out, HasSubstr("Usage: twell [OPTIONS] COMMAND\n"));
   for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "convert",
-                              "bench", "report", "doctor", "completion"}) {
+                              "bench", "report", "doctor", "dump", "completion"}) {
     EXPECT_THAT(all.out, HasSubstr(command));
     const Result help = run({command, "--help"});
     EXPECT_EQ(help.code, 0) << command;

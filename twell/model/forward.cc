@@ -71,6 +71,8 @@ class ForwardPass {
       } else {
         add_and_norm(w.attention_norm, normed_);
       }
+      done(layer, LayerStage::kInput, residual_);
+      done(layer, LayerStage::kAttentionNorm, normed_);
       project_qkv(w);
       if (w.b_qkv != nullptr) bias_forward(ctx_, w.b_qkv, qkv_);
       if (w.q_norm != nullptr) {
@@ -78,17 +80,26 @@ class ForwardPass {
         head_norm_forward(ctx_, views_.k, config_.head_dim, w.k_norm, eps());
       }
       rope(ctx_, state_.rope, positions_, views_.qk);
+      done(layer, LayerStage::kQkv, qkv_);
       attention(layer);
+      done(layer, LayerStage::kAttention, attended_);
       linear_forward(ctx_, attended_, w.w_o, delta_);
       if (w.b_o != nullptr) bias_forward(ctx_, w.b_o, delta_);
       add_and_norm(w.ffn_norm, normed_);
+      done(layer, LayerStage::kAfterAttention, residual_);
+      done(layer, LayerStage::kFfnNorm, normed_);
       feed_forward(layer, w.ffn);
+      done(layer, LayerStage::kFfn, delta_);
     }
     add_and_norm(weights_.final_norm, problem_.hidden);
     advance_cache();
   }
 
  private:
+  void done(int64_t layer, LayerStage stage, ConstMatrixF values) const {
+    if (problem_.on_stage) problem_.on_stage(layer, stage, values);
+  }
+
   void lay_out_sequences() {
     views_ = split_qkv(config_, qkv_);
     int64_t row = 0;
@@ -157,7 +168,6 @@ class ForwardPass {
   }
 
   void feed_forward(int64_t layer, const StoredFfnWeights& weights) {
-    if (problem_.on_ffn_input) problem_.on_ffn_input(layer, normed_);
     std::span<int32_t> row_nnz;
     if (problem_.row_nnz != nullptr) {
       row_nnz = (*problem_.row_nnz)[static_cast<size_t>(layer)];

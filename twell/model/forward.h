@@ -59,6 +59,17 @@ int64_t longest_length(const ModelConfig& config, std::span<const ForwardSequenc
   return longest;
 }
 
+// What Forward::on_stage is called with.
+enum class LayerStage {
+  kInput,           // [M, D] the residual stream in front of the layer
+  kAttentionNorm,   // [M, D]
+  kQkv,             // [M, (H + 2 * H_kv) * hd], rotated
+  kAttention,       // [M, H * hd]
+  kAfterAttention,  // [M, D] the residual stream in front of the feed-forward layer
+  kFfnNorm,         // [M, D] the input of the feed-forward layer, which has not run yet
+  kFfn,             // [M, D] its result
+};
+
 struct Forward {
   std::span<const int32_t> ids;                // [M], the sequences one after the other
   std::span<const ForwardSequence> sequences;  // their tokens sum to M
@@ -66,8 +77,8 @@ struct Forward {
   MatrixF hidden;                              // [M, D] out: after the final norm, before the head
   // Optional: [L][M], active FFN neurons per layer and token.
   std::vector<std::vector<int32_t>>* row_nnz = nullptr;
-  // Optional: called with the input [M, D] of each layer's FFN before the FFN runs.
-  std::function<void(int64_t layer, ConstMatrixF x)> on_ffn_input;
+  // Optional: called with the result of each stage of each layer.
+  std::function<void(int64_t layer, LayerStage stage, ConstMatrixF values)> on_stage;
 };
 // InputError when a sequence would exceed the context or the cache's capacity.
 void forward(Context& ctx, const ModelView& model, ForwardState& state, const Forward& problem);

@@ -52,6 +52,14 @@ struct ForwardHooksCuda {
   bool one_kernel = false;
 };
 
+// The buffers of a forward, for hooks.
+struct ForwardBuffersCuda {
+  const __nv_bfloat16* residual;  // [M, D]
+  const __nv_bfloat16* hidden;    // [M, D]
+  const __nv_bfloat16* qkv;       // [M, (H + 2 H_kv) * hd]
+  const __nv_bfloat16* attended;  // [M, H * hd]
+};
+
 class ForwardCuda {
  public:
   // InputError when the device has too little memory; the message gives the numbers. The context
@@ -95,6 +103,9 @@ class ForwardCuda {
            KvCacheCuda* cache, int32_t* row_nnz = nullptr, const ForwardHooksCuda& hooks = {});
 
   const __nv_bfloat16* hidden() const { return hidden_.data(); }  // [M, D] after the final norm
+  ForwardBuffersCuda buffers() const {
+    return {residual_.data(), hidden_.data(), qkv_.data(), attended_.data()};
+  }
   // logits [rows, V] f32 of hidden states [rows, D].
   void logits(const __nv_bfloat16* hidden, int64_t rows, float* out) const;
 

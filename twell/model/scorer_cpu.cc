@@ -60,7 +60,8 @@ void ScorerCpu::score(const ScoreBatch& batch, std::span<float> losses) {
                   .hidden = hidden,
                   .row_nnz = batch.row_nnz};
   if (batch.on_fired) {
-    problem.on_ffn_input = [&](int64_t layer, ConstMatrixF x) {
+    problem.on_stage = [&](int64_t layer, LayerStage stage, ConstMatrixF x) {
+      if (stage != LayerStage::kFfnNorm) return;
       const StoredFfnWeights& weights = model_.stored.layers[static_cast<size_t>(layer)].ffn;
       batch.on_fired(layer, fired_neurons(ctx_, weights, x));
     };
