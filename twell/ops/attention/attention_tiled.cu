@@ -62,6 +62,107 @@ __device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_
   }
 }
 
+// A lane's part of a warp's 16 queries, as mma.sync lays them out: two rows, lane / 4 and 8 below.
+struct LaneRows {
+  float max[2] = {-INFINITY, -INFINITY};  // of the scores so far, before scaling
+  float sum[2] = {0.0f, 0.0f};            // this lane's part of the softmax's denominator
+};
+
+// scores += the warp's queries [16, hd] times a tile of keys.
+template <int kHeadDim>
+__device__ __forceinline__ void multiply_keys(float (&scores)[kKeys / 8][4],
+                                              const __nv_bfloat16* q_rows,
+                                              const __nv_bfloat16* k_tile) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int k = 0; k < kHeadDim; k += 16) {
+    uint32_t a[4];
+    load_matrices(a, q_rows + lane % 16 * kRow<kHeadDim> + k + lane / 16 * 8);
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; n += 2) {
+      uint32_t b[4];
+      load_matrices(
+          b, k_tile + (n * 8 + lane / 16 * 8 + lane % 8) * kRow<kHeadDim> + k + lane / 8 % 2 * 8);
+      gpu::mma_16x8x16(scores[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+      gpu::mma_16x8x16(scores[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+  }
+}
+
+// Scores of keys that are hidden from a row become -infinity.
+template <typename Hidden>
+__device__ __forceinline__ void hide(float (&scores)[kKeys / 8][4], int key0, int row0,
+                                     const Hidden& hidden) {
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (hidden(key0 + n * 8 + i % 2, row0 + i / 2 * 8)) scores[n][i] = -INFINITY;
+    }
+  }
+}
+
+// The online softmax: scores become weights relative to the new maximum, to which sums and outputs
+// so far are shrunk.
+template <int kHeadDim, bool kSliding>
+__device__ __forceinline__ void add_tile(float (&scores)[kKeys / 8][4], LaneRows& rows,
+                                         float (&out)[kHeadDim / 8][4], float scale) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // the lane's two rows
+    float top = rows.max[half];
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      top = fmaxf(top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+    }
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    // Finite: without a window every query sees key 0, and with one -infinity means that no key
+    // of the row was visible yet.
+    const float base = kSliding && top == -INFINITY ? 0.0f : top * scale;
+    const float shrink = exp2f(rows.max[half] * scale - base);
+    rows.max[half] = top;
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        scores[n][i] = exp2f(fmaf(scores[n][i], scale, -base));
+        sum += scores[n][i];
+      }
+    }
+    rows.sum[half] = rows.sum[half] * shrink + sum;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      out[n][2 * half] *= shrink;
+      out[n][2 * half + 1] *= shrink;
+    }
+  }
+}
+
+// out += the weights [16, keys] times a tile of values.
+template <int kHeadDim>
+__device__ __forceinline__ void multiply_values(float (&out)[kHeadDim / 8][4],
+                                                const float (&scores)[kKeys / 8][4],
+                                                const __nv_bfloat16* v_tile) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int k = 0; k < kKeys; k += 16) {
+    const int n0 = k / 8;
+    const uint32_t a[4] = {gpu::bf16x2(scores[n0][0], scores[n0][1]),
+                           gpu::bf16x2(scores[n0][2], scores[n0][3]),
+                           gpu::bf16x2(scores[n0 + 1][0], scores[n0 + 1][1]),
+                           gpu::bf16x2(scores[n0 + 1][2], scores[n0 + 1][3])};
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; n += 2) {
+      uint32_t b[4];
+      load_matrices_transposed(
+          b, v_tile + (k + lane / 8 % 2 * 8 + lane % 8) * kRow<kHeadDim> + n * 8 + lane / 16 * 8);
+      gpu::mma_16x8x16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+      gpu::mma_16x8x16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+  }
+}
+
 // kSliding: queries attend through a window, whose mask costs registers.
 template <int kHeadDim, bool kSliding>
 __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda p) {
@@ -103,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   load_keys(tile_begin);
 
   float out[kHeadDim / 8][4] = {};
-  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
+  LaneRows rows;
   const float scale = kLog2E * rsqrtf(static_cast<float>(hd));
   const int row0 = past + first + warp * 16 + lane / 4;  // position of this lane's first row
   for (int tile = tile_begin; tile < tile_end; ++tile) {
@@ -118,96 +219,24 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
     const __nv_bfloat16* v_tile = v_tiles + tile % 2 * kKeys * kStride;
 
     float scores[kKeys / 8][4] = {};
-#pragma unroll
-    for (int k = 0; k < kHeadDim; k += 16) {
-      uint32_t a[4];
-      load_matrices(a, q_tile + (warp * 16 + lane % 16) * kStride + k + lane / 16 * 8);
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; n += 2) {
-        uint32_t b[4];
-        load_matrices(b,
-                      k_tile + (n * 8 + lane / 16 * 8 + lane % 8) * kStride + k + lane / 8 % 2 * 8);
-        gpu::mma_16x8x16(scores[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-        gpu::mma_16x8x16(scores[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      }
-    }
-
+    multiply_keys<kHeadDim>(scores, q_tile + warp * 16 * kStride, k_tile);
     const int key0 = tile * kKeys + lane % 4 * 2;
     // The causal mask may hide a key of this tile from a query of the block.
     if (tile * kKeys + kKeys - 1 > past + first) {
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = key0 + n * 8 + i % 2, row = row0 + i / 2 * 8;
-          if (key > row) scores[n][i] = -INFINITY;
-        }
-      }
+      hide(scores, key0, row0, [](int key, int row) { return key > row; });
     }
     // The window may hide a key of this tile from the block's last query.
     if (kSliding && tile * kKeys <= past + first + kQueries - 1 - window) {
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = key0 + n * 8 + i % 2, row = row0 + i / 2 * 8;
-          if (key <= row - window) scores[n][i] = -INFINITY;
-        }
-      }
+      hide(scores, key0, row0, [&](int key, int row) { return key <= row - window; });
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // the lane's two rows
-      float top = row_max[half];
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        top = fmaxf(top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-      }
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      // Finite: without a window every query sees key 0, and with one -infinity means that no key
-      // of the row was visible yet.
-      const float base = kSliding && top == -INFINITY ? 0.0f : top * scale;
-      const float shrink = exp2f(row_max[half] * scale - base);
-      row_max[half] = top;
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          scores[n][i] = exp2f(fmaf(scores[n][i], scale, -base));
-          sum += scores[n][i];
-        }
-      }
-      row_sum[half] = row_sum[half] * shrink + sum;
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        out[n][2 * half] *= shrink;
-        out[n][2 * half + 1] *= shrink;
-      }
-    }
-
-#pragma unroll
-    for (int k = 0; k < kKeys; k += 16) {
-      const int n0 = k / 8;
-      const uint32_t a[4] = {gpu::bf16x2(scores[n0][0], scores[n0][1]),
-                             gpu::bf16x2(scores[n0][2], scores[n0][3]),
-                             gpu::bf16x2(scores[n0 + 1][0], scores[n0 + 1][1]),
-                             gpu::bf16x2(scores[n0 + 1][2], scores[n0 + 1][3])};
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; n += 2) {
-        uint32_t b[4];
-        load_matrices_transposed(
-            b, v_tile + (k + lane / 8 % 2 * 8 + lane % 8) * kStride + n * 8 + lane / 16 * 8);
-        gpu::mma_16x8x16(out[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-        gpu::mma_16x8x16(out[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      }
-    }
+    add_tile<kHeadDim, kSliding>(scores, rows, out, scale);
+    multiply_values<kHeadDim>(out, scores, v_tile);
     __syncthreads();  // before the next load overwrites this tile
   }
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = row_sum[half];
+    float sum = rows.sum[half];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int row = first + warp * 16 + lane / 4 + half * 8;

@@ -372,6 +372,48 @@ int64_t shared_bytes(int64_t width) {
   return (width + 127) / 128 * (128 + 8) * static_cast<int64_t>(sizeof(float));
 }
 
+// Loads a row's pieces, transforms them over bits 0-2, and over bit 11 in long blocks, and places
+// them in shared memory.
+template <int kPieces, typename Rows>
+__device__ __forceinline__ void place_pieces(const Rows& p, int64_t row, int block, float* shared) {
+  const int thread = static_cast<int>(threadIdx.x), columns = static_cast<int>(p.width);
+  Piece pieces[kPieces];
+  p.template load<kThreads>(row, pieces);
+  constexpr int kPair = kPieces < 2 ? 1 : 2;
+#pragma unroll
+  for (int i = 0; i < kPieces; i += kPair) {
+    float values[kPair * kPiece];
+#pragma unroll
+    for (int k = 0; k < kPair; ++k) {
+      begin_piece(pieces[i + k], thread + (i + k) * kThreads, values + k * kPiece);
+    }
+    if (block > kThreads * kPiece) transform<kPair * kPiece, kPiece>(values);
+#pragma unroll
+    for (int k = 0; k < kPair; ++k) {
+      const int at = thread + (i + k) * kThreads;
+      if (at < columns / kPiece) write_piece<7>(shared, at, values + k * kPiece);
+    }
+  }
+}
+
+// Transforms over bits 3-6, or as many as there are, of a group whose bits 0-2 are done.
+__device__ __forceinline__ void transform_group(float (&values)[kGroup], int distance) {
+  switch (distance) {
+    case 0:
+      transform<kGroup, 8>(values);
+      break;
+    case 1:
+      transform<kGroup, 4>(values);
+      break;
+    case 2:
+      transform<kGroup, 2>(values);
+      break;
+    default:
+      transform<kGroup>(values);
+      break;
+  }
+}
+
 // A block per row of up to 2,048 kPieces columns. A thread transforms over bits 0-2 of its pieces,
 // and over bit 11 where blocks are that long; then over bits 7-10; at last over bits 3-6, or as
 // many as there are, for groups of 16 columns.
@@ -389,25 +431,7 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
   const int64_t to = p.stored_row(row);
   const auto columns = static_cast<int>(p.width);
   const int block = hadamard_block(p.width);
-  {
-    Piece pieces[kPieces];
-    p.template load<kThreads>(row, pieces);
-    constexpr int kPair = kPieces < 2 ? 1 : 2;
-#pragma unroll
-    for (int i = 0; i < kPieces; i += kPair) {
-      float values[kPair * kPiece];
-#pragma unroll
-      for (int k = 0; k < kPair; ++k) {
-        begin_piece(pieces[i + k], thread + (i + k) * kThreads, values + k * kPiece);
-      }
-      if (block > kThreads * kPiece) transform<kPair * kPiece, kPiece>(values);
-#pragma unroll
-      for (int k = 0; k < kPair; ++k) {
-        const int at = thread + (i + k) * kThreads;
-        if (at < columns / kPiece) write_piece<7>(shared, at, values + k * kPiece);
-      }
-    }
-  }
+  place_pieces<kPieces>(p, row, block, shared);
   __syncthreads();
   if (block > 128) {
     switch (block) {
@@ -438,20 +462,7 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
     const int first = ((group >> distance) << (distance + 4)) | (group & ((1 << distance) - 1));
 #pragma unroll
     for (int k = 0; k < kGroup; ++k) values[i][k] = shared[place<7>(first + (k << distance))];
-    switch (distance) {  // bits 0-2 are done
-      case 0:
-        transform<kGroup, 8>(values[i]);
-        break;
-      case 1:
-        transform<kGroup, 4>(values[i]);
-        break;
-      case 2:
-        transform<kGroup, 2>(values[i]);
-        break;
-      default:
-        transform<kGroup>(values[i]);
-        break;
-    }
+    transform_group(values[i], distance);
     measure<kGroup>(values[i], sums);
   }
   sums.largest = warp_largest(sums.largest);
