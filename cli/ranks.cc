@@ -178,7 +178,7 @@ class Processes {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     if (ending.signalled && !passed_on) {
-      // Of ranks that all end as after SIGINT, one received it.
+      // Where all ranks end as after SIGINT, one received it and the others followed.
       print_error(
           "twell: {} received signal {} ({}), which ended the run\n",
           ending.signal == SIGINT ? "a rank" : fmt::format("rank {}", ending.signalled_rank),

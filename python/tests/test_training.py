@@ -220,7 +220,7 @@ def test_faults(shards, tmp_path):
     with pytest.raises(ValueError, match="option moment_dtype: must be f32 or bf16, got 'f16'"):
         twell.Trainer(out=tmp_path / "a", shards=shards, moment_dtype="f16")
     for given, fault in [
-        # As `twell train` refuses them.
+        # `twell train` refuses them too.
         ({**SMALL, "tokens": 4096}, "give steps or tokens, not both"),
         ({**SMALL, "width": 18, "heads": 4}, "width 18 is not a multiple of 4 heads; give head_dim"),
         ({**SMALL, "seed": -1}, "option seed: -1 is negative"),

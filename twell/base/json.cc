@@ -192,7 +192,7 @@ class JsonBuilder {
     throw InputError(fmt::format("{}: not valid JSON at {}: {}", source_, place_of(byte), why));
   }
 
-  // Of the last byte that was read, from 1.
+  // The position of the last byte that was read, from 1.
   size_t position() const { return static_cast<size_t>(furthest_ - text_.data()); }
   std::string place_of(size_t byte) const {
     byte = std::max<size_t>(byte, 1);

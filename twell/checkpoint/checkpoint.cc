@@ -213,7 +213,7 @@ OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
   const ModelConfig config = load_config(folder);
   OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder),
                         load_weight_bytes(folder)};
-  // Of two tied tensors some writers keep the head alone.
+  // Some writers keep only the head of two tied tensors.
   if (config.tied_embeddings) opened.tensors.stand_in(kEmbedding, kHead);
   for (const ParamSpec& spec : opened.table) require_tensor(opened, spec);
   require_no_extra(opened);

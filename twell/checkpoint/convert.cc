@@ -75,7 +75,7 @@ class Conversion {
     return options_.dtype && info.dtype != dtype_name(*options_.dtype) && !opened_.is_extra(info) &&
            !is_quantised(info) && !of_bytes(info);
   }
-  // To be written in 8 bits.
+  // Whether it is written in 8 bits.
   bool is_quantised(const TensorInfo& info) const { return quantised_.contains(info.name); }
   // Is in 8 bits, or a scale of such a tensor.
   bool of_bytes(const TensorInfo& info) const {

@@ -820,7 +820,7 @@ Rendezvous::Rendezvous(const RankIdentity& identity, std::chrono::milliseconds t
   RankIdentity self = identity;
   if (identity.rank == 0) {
     server_ = std::make_unique<Server>(identity, timeout);
-    // By the loopback interface, whatever the name of this machine resolves to.
+    // It is reached by the loopback interface, whatever the name of this machine resolves to.
     self.host = "127.0.0.1";
     self.port = server_->port();
     self.ports = 1;

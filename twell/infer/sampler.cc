@@ -100,7 +100,7 @@ class Passes {
  private:
   static constexpr int64_t kGrain = 8192;  // logits of a thread, at least
 
-  // Of parts, at most.
+  // Returns the number of parts.
   size_t count(std::span<const float> logits) const {
     const int64_t most = ctx_ == nullptr ? 1 : ctx_->threads();
     return static_cast<size_t>(std::clamp<int64_t>(std::ssize(logits) / kGrain, 1, most));
@@ -183,7 +183,7 @@ class Weighed {
   double total() const { return total_; }  // of all weights
   double kept() const { return kept_; }    // of those that are at least `least`
 
-  // As find_in_order() does.
+  // Finds what find_in_order() does.
   template <typename Reached>
   Crossing find(const Reached& reached, double sum = 0.0) const {
     if (!divides_) {

@@ -13,7 +13,7 @@ struct LogitRange {
   float highest, lowest;
   bool has_nan;  // the others are of no use then
 };
-// Of at least one logit.
+// There must be at least one logit.
 LogitRange logit_range(std::span<const float> logits);
 
 // The first position of a value that is among the logits.

@@ -56,7 +56,7 @@ enum class StopReason {
 inline constexpr size_t kStopReasons = 7;
 std::string_view stop_reason_name(StopReason reason);
 
-// Of one request.
+// The tokens of one request.
 struct Usage {
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;     // prompt tokens whose keys and values were already in the cache
@@ -226,7 +226,7 @@ class Scheduler {
   const Tokenizer& tokenizer_;
   SchedulerOptions options_;
 
-  // Of the engine thread. Requests are in the order in which they got their slots, and those in
+  // For the engine thread. Requests are in the order in which they got their slots, and those in
   // running_ got theirs before those in starting_.
   Requests starting_;  // have a slot; prompts incomplete
   Requests running_;

@@ -62,7 +62,7 @@ class KvCache : public KvTables {
   int64_t block_tokens() const { return format_.block_tokens; }
 
  private:
-  // Of all layers.
+  // The rows of all layers.
   struct Rows {
     Buffer<float> floats;  // [L, rows, H_kv * hd], or nothing
     Buffer<int8_t> bytes;  // [L, rows, H_kv * hd], or nothing

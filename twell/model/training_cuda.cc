@@ -52,7 +52,7 @@ struct ActivationViewsCuda {
   float* losses = nullptr;              // [M]
   float* kl = nullptr;                  // [M], null without a teacher
   float* partial = nullptr;             // partial sums over tokens, for norm weights and biases
-  // In Buffers::scratch. Nothing here outlives the attention of a layer.
+  // These lie in Buffers::scratch. None outlives the attention of a layer.
   __nv_bfloat16* qk_in = nullptr;       // [M, (H + H_kv) * hd], shared
   __nv_bfloat16* qkv = nullptr;         // [M, (H + 2 * H_kv) * hd], shared
   __nv_bfloat16* d_qkv = nullptr;       // [M, (H + 2 * H_kv) * hd]
@@ -623,7 +623,7 @@ class TrainingCuda::Pass {
     done(TrainingStage::kNorm);
   }
 
-  // Of the micro-batch staged last.
+  // Makes the mask of the micro-batch staged last.
   void make_mask(__nv_bfloat16* mask, int64_t window) {
     TWELL_CUDA_CHECK(launch_document_mask({.sequences = shape_.sequences,
                                            .length = shape_.length,

@@ -87,7 +87,7 @@ struct Model : ModelView {
   Buffer<float> flat;
   ModelMatrices<const float> weights;
 
-  // As that of ModelView.
+  // The same as in ModelView.
   void set_activation(Activation activation);
 };
 

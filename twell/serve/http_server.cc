@@ -501,7 +501,7 @@ class Connection final : public std::enable_shared_from_this<Connection> {
     });
   }
 
-  // From a worker thread to the connection's.
+  // Passes work from a worker thread to the connection's.
   void hand_over(HttpReply reply) {
     asio::post(loop_.io, callback([this, reply = std::make_shared<HttpReply>(std::move(reply))] {
                  answer(std::move(*reply));
@@ -675,7 +675,7 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   bool watching_ = false, input_ended_ = false;
   std::string ahead_;  // bytes behind the request in progress
 
-  // Of the request in progress.
+  // The request in progress.
   std::shared_ptr<HttpRequest> request_;
   bool head_only_ = false, keep_ = true, gzip_ = false;
   std::shared_ptr<HttpStream> stream_;

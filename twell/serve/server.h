@@ -52,7 +52,7 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // As HttpServer::bind(). InputError also for an allowed host that is no host.
+  // Does what HttpServer::bind() does. InputError also for an allowed host that is no host.
   int bind(const std::string& host, int port);
   // Serves until `stop` is true. Then it refuses new requests, lets those in progress finish within
   // options.drain, cancels the rest, and returns. Throws what the model throws.

@@ -14,7 +14,7 @@
 
 namespace twell {
 
-// For finding a word among strings without a copy of it.
+// Finds a word among strings without a copy of it.
 struct WordHash {
   using is_transparent = void;
   size_t operator()(std::string_view word) const { return std::hash<std::string_view>()(word); }

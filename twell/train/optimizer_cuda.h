@@ -83,7 +83,7 @@ class OptimizerCuda {
   TrainOptions options_;
   ModelConfig config_;
   ShardLayout layout_;
-  // Of each piece: its runs of equal weight decay, relative to its begin, within runs_.
+  // A piece's runs of equal weight decay, relative to its begin, within runs_.
   struct PieceRuns {
     int64_t first = 0, count = 0;
   };

@@ -72,10 +72,10 @@ struct TrainOptions {
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
-  // Of AdamW's moments. bf16 is rounded stochastically (moment_rounding.h); a CPU keeps the rounded
-  // values in f32.
+  // The type of AdamW's moments; bf16 is rounded stochastically (moment_rounding.h); a CPU keeps
+  // the rounded values in f32.
   DType moment_dtype = DType::kF32;
-  // Of gradients on their way between GPUs, where they are added in f32; bf16 halves the bytes.
+  // The type of gradients between GPUs, where they are added in f32; bf16 halves the bytes.
   DType gradient_dtype = DType::kF32;
   // GPU only. Without a value: the least recomputation that fits into memory.
   std::optional<Recompute> recompute;

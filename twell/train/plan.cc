@@ -94,7 +94,7 @@ double stated_peak_flops(std::string_view device_name) {
     std::string_view part;  // part of the name; the first match counts
     double teraflops;
   };
-  // From the data sheets, without structured sparsity.
+  // These are from the data sheets, without structured sparsity.
   static constexpr Row kRows[] = {{"H200 NVL", 835.5}, {"H100 NVL", 835.5}, {"H100 PCIe", 756.0},
                                   {"GH200", 989.4},    {"H200", 989.4},     {"H100", 989.4},
                                   {"A100", 312.0},     {"A800", 312.0},     {"H800", 989.4}};

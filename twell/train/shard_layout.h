@@ -37,7 +37,7 @@ class ShardLayout {
   int64_t parameters() const { return parameters_; }  // N
   // N and what the last bucket lacks to pieces of equal size, which NCCL needs.
   int64_t padded_parameters() const;
-  // Of this rank's shard, S; N for a single rank, whose shard is the flat array itself.
+  // Values of this rank's shard, S; N for one rank, whose shard is the flat array itself.
   int64_t size() const { return size_; }
   const std::vector<GradientBucket>& buckets() const { return buckets_; }
   const std::vector<ShardPiece>& pieces() const { return pieces_; }  // one per bucket

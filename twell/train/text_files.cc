@@ -39,7 +39,7 @@ std::string tokenizer_config(const ModelConfig& config, const Tokenizer& tokeniz
 std::string generation_config(const ModelConfig& config, const Tokenizer& tokenizer) {
   ordered_json json = ordered_json::object();
   if (tokenizer.bos_token() >= 0) json["bos_token_id"] = tokenizer.bos_token();
-  // By the model's configuration several tokens may end a text.
+  // Several tokens may end a text, as the model's configuration says.
   ordered_json ends = ordered_json::array();
   const int64_t first = config.eos_token >= 0 ? config.eos_token : tokenizer.eos_token();
   if (first >= 0) ends.push_back(first);

@@ -112,7 +112,7 @@ class Lexer {
     if (!text.empty()) add(TokenKind::kText, std::string(text));
   }
 
-  // Behind a closing tag: all white space, or the line end behind a block.
+  // Skips all white space after a closing tag, or the line end after a block.
   void close(size_t end, bool strip, bool trim) {
     move_to(end);
     if (strip) {

@@ -19,7 +19,7 @@ bool is_forbidden_method(const Value& value, std::string_view name);
 // Names like __class__ that every object of Python has.
 bool is_special_name(std::string_view name);
 
-// Of a text; in text_methods.cc.
+// Finds a method of texts (text_methods.cc).
 const MethodEntry* find_text_method(std::string_view name);
 // Whether the text is in the given case, as str.islower() and str.isupper() say.
 bool is_lower_text(std::string_view text);

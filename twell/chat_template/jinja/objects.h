@@ -67,7 +67,7 @@ class Loop : public Object {
   Value cycle(const Arguments& arguments) const;
   bool changed(Budget& budget, const Arguments& arguments);
 
-  // Of a recursive loop: the statement and the call that its body runs in; see renderer.cc.
+  // Makes it a recursive loop, with the statement and the call its body runs in (renderer.cc).
   void set_recursion(const void* statement, void* home) {
     recurse_ = statement;
     home_ = home;

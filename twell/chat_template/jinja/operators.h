@@ -33,7 +33,7 @@ std::vector<Value> items_of(Budget& budget, const Value& value);
 // Python's len(); false where it fails.
 bool find_length(Budget& budget, const Value& value, Integer& length);
 
-// Of an operand of a number's type: a boolean counts as 0 or 1.
+// Finds the integer of a number's operand; a boolean counts as 0 or 1.
 bool find_integer(const Value& value, Integer& found);
 // The error of an operation that an undefined value does not have.
 void require_defined(const Value& value);

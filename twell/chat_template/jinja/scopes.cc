@@ -2,7 +2,7 @@
 // Finds the place of every variable, by the rules of jinja2's idtracking: a scope's names that are
 // assigned in it are its own and begin with the value of the same name outside; the others are
 // those of the scopes around it, or, where none has it, come from what the template is given.
-// Also refuses what jinja2 refuses to compile.
+// It also refuses what jinja2 refuses to compile.
 #include <algorithm>
 #include <map>
 #include <set>

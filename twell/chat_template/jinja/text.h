@@ -36,7 +36,7 @@ bool is_lower(CodePoint c);
 bool is_upper(CodePoint c);
 bool is_title(CodePoint c);
 
-// Without blanks at the ends, or, where `set` is given, without its code points.
+// Removes blanks at the ends, or, where `set` is given, its code points.
 std::string_view strip(Budget& budget, std::string_view text, const std::string* set, bool left,
                        bool right);
 
@@ -56,7 +56,7 @@ size_t find_last_text(Budget& budget, std::string_view text, std::string_view pa
 std::string replace(Budget& budget, std::string_view text, std::string_view from,
                     std::string_view to, int64_t limit);
 
-// At most `limit` cuts; negative: no limit.
+// Makes at most `limit` cuts; negative: no limit.
 using Parts = std::vector<std::string_view>;
 Parts split_at_blanks(Budget& budget, std::string_view text, int64_t limit);
 Parts split_at_blanks_from_end(Budget& budget, std::string_view text, int64_t limit);
@@ -65,7 +65,7 @@ Parts split_from_end(Budget& budget, std::string_view text, std::string_view sep
                      int64_t limit);
 Parts lines(Budget& budget, std::string_view text, bool keep_ends);
 
-// With &, <, >, ' and " as references of HTML, as markupsafe writes them.
+// Writes &, <, >, ' and " as references of HTML, as markupsafe does.
 std::string html_escaped(Budget& budget, std::string_view text);
 
 }  // namespace twell::jinja

@@ -169,7 +169,7 @@ class Object {
   virtual bool find(Budget& budget, const std::string& name, Value& found) = 0;
   virtual bool callable() const { return false; }
   virtual std::string repr(Budget& budget, int depth) = 0;
-  // Of those that can be iterated over or have a length.
+  // Finds the length of values that have one; false for others.
   virtual bool length(Budget& /*budget*/, Integer& /*length*/) { return false; }
 };
 

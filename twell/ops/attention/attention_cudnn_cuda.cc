@@ -276,7 +276,7 @@ struct BackwardPlans {
   std::map<AttentionTrainShape, Plan> plans;
 };
 
-// For `shape.sequences` sequences at once.
+// The plan is for `shape.sequences` sequences at once.
 void build(CudaContext& ctx, Plan& plan, const AttentionTrainShape& shape) {
   const auto rows = [&](int64_t uid, int64_t heads, int64_t stride) {
     return add_rows(plan, uid, shape.sequences, heads, shape.length, shape.head_dim, stride);

@@ -13,7 +13,7 @@
 namespace twell {
 namespace {
 
-// In the order of FfnPolicy::Kind.
+// The names stand in the order of FfnPolicy::Kind.
 constexpr std::string_view kPolicies[] = {"auto", "dense", "sparse", "screened", "screened-strict"};
 
 }  // namespace

@@ -429,7 +429,7 @@ void project_down(const CompactBackward& work, int64_t begin, int64_t end, float
   });
 }
 
-// From the d_h that stands in d_up: h, d_gate and d_up, with the gradient of the L1 term.
+// Computes h, d_gate and d_up from the d_h in d_up, with the gradient of the L1 term.
 void differentiate_activation(const CompactBackward& work, int64_t begin, int64_t end) {
   const CompactSpan& span = work.span;
   const float l1_scale = work.problem.l1_scale;

@@ -174,7 +174,7 @@ struct ScalesOfRows {
   __device__ __forceinline__ float of_row(int row) const {
     return row < rows ? __ldg(a + row) : 0.0f;
   }
-  // Of two columns from an even one on.
+  // Returns the values of two columns from an even one on.
   __device__ __forceinline__ float2 of_columns(int column) const {
     if (column >= columns) return {0.0f, 0.0f};
     return __ldg(reinterpret_cast<const float2*>(b + column));
@@ -195,7 +195,7 @@ struct Stagger {
       : leads(kBytes && k_steps >= kStages), warpgroup(warpgroup_in) {
     if (leads && warpgroup == 1) gpu::named_barrier(kBarrier, kConsumers * 128);
   }
-  // Behind the products of k-step k.
+  // Called after the products of k-step k.
   __device__ __forceinline__ void step(int k) const {
     if (leads && warpgroup == 0 && k == kLead - 1) {
       gpu::named_barrier_arrive(kBarrier, kConsumers * 128);

@@ -51,8 +51,8 @@ LayersPath layers_path(const Layers& layers, const Batch& batch);
 // and few kernels are equally fast.
 inline constexpr int64_t kSparseProbeTokens = 4;
 
-// Of a layer with few kernels: whether a norm of its own and the products of batch_ops.h are faster
-// than those of layer_ops.h, which take the norm along. Where batch_ops.h takes the heads.
+// Whether, in a layer of few kernels, a norm of its own and the products of batch_ops.h are faster
+// than those of layer_ops.h, which take the norm along. Asked where batch_ops.h takes the heads.
 bool norm_apart(int64_t tokens);
 
 // Whether feed-forward layers that work with unions take the tokens of a batch sorted by id, which
@@ -136,8 +136,8 @@ struct AttentionHeads {
 };
 // CTAs of a sequence's split.
 int64_t attention_ctas(const AttentionHeads& heads);
-// Of so many sequences of up to max_kv_len keys each. How long they are does not matter, so that a
-// captured graph serves all lengths.
+// Divides the keys of sequences of up to max_kv_len keys each. It does not depend on their lengths,
+// so that a captured graph serves all lengths.
 AttentionDivision attention_division(const AttentionHeads& heads, int64_t sequences,
                                      int64_t max_kv_len, int64_t multiprocessors);
 // Splits that a sequence of so many keys needs.

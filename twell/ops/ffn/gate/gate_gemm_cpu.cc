@@ -70,7 +70,7 @@ int64_t compress_active(const float* gate, float threshold, int64_t width, int64
   return count;
 }
 
-// In place; the columns past F of the row's last tile become 0.
+// Works in place; the columns past F of the row's last tile become 0.
 void relu_tile(float* gate, float threshold, int64_t width, int64_t tile) {
   for (int64_t i = 0; i < width; ++i) gate[i] = gate[i] <= threshold ? 0.0f : gate[i];
   for (int64_t i = width; i < tile; ++i) gate[i] = 0.0f;
