@@ -112,6 +112,15 @@ void BlockManager::filled(Sequence& sequence, int32_t block) {
   by_hash_.emplace(hash_of(before, tokens_of(block)), block);
 }
 
+void BlockManager::trim(int64_t number) {
+  Sequence& sequence = at(number);
+  const int64_t needed = (sequence.length + block_tokens_ - 1) / block_tokens_;
+  while (std::ssize(sequence.table) > needed) {
+    drop(sequence.table.back());
+    sequence.table.pop_back();
+  }
+}
+
 void BlockManager::release(int64_t number) {
   Sequence& sequence = at(number);
   // The end first, so that it is evicted before the beginning, without which it is of no use.

@@ -32,6 +32,8 @@ class BlockManager {
   bool reserve(int64_t sequence, int64_t tokens);
   // Adds tokens, for which reserve() made room and whose keys and values are in the cache now.
   void append(int64_t sequence, std::span<const int32_t> ids);
+  // Gives back the blocks behind the sequence's tokens.
+  void trim(int64_t sequence);
   void release(int64_t sequence);  // the sequence is empty afterwards
   // The same, and no later sequence takes over a block of it. Sequences that share one keep theirs.
   void discard(int64_t sequence);

@@ -76,10 +76,13 @@ GenerationRequest text_request(const ModelConfig& config, const Tokenizer& token
     result->prompt_tokens = event.usage.prompt_tokens;
     result->prefill_seconds = event.usage.prefill_seconds;
     result->decode_seconds = event.usage.decode_seconds;
+    result->drafted = event.usage.drafted;
+    result->accepted = event.usage.accepted;
     if (on_done) on_done(event.request, std::move(*result));
   };
   return {.prompt = prompt_ids(config, tokenizer, prompt, options.begin_token),
           .sampler = options.sampler,
+          .logit_bias = options.logit_bias,
           .max_tokens = options.max_tokens,
           .stop_tokens = options.stop_tokens,
           .stop_strings = options.stop_strings,
@@ -92,7 +95,7 @@ GenerationRequest text_request(const ModelConfig& config, const Tokenizer& token
 Generation generate(Session& session, const Tokenizer& tokenizer, std::string_view prompt,
                     const GenerateOptions& options) {
   Generation result;
-  Scheduler scheduler(session, tokenizer);
+  Scheduler scheduler(session, tokenizer, {.speculate = options.speculate});
   scheduler.submit(
       text_request(session.config(), tokenizer, prompt, options,
                    [&](int64_t, Generation generation) { result = std::move(generation); }));

@@ -18,8 +18,11 @@ namespace twell {
 struct GenerateOptions {
   int64_t max_tokens = 256;  // most new tokens; the context is also a limit
   SamplerOptions sampler;
+  std::vector<TokenBias> logit_bias;  // as in GenerationRequest
   // As in GenerationRequest; off, so that a text does not depend on earlier ones.
   bool share_beginning = false;
+  // SchedulerOptions::speculate of generate().
+  int64_t speculate = 0;
   bool begin_token = true;  // prepend the begin token of the tokenizer's template, if any
   bool log_probs = false;   // of the new tokens, at temperature 1 without penalties
   std::vector<std::string> stop_strings;
@@ -36,6 +39,7 @@ struct Generation {
   StopReason reason = StopReason::kMaxTokens;
   double prefill_seconds = 0.0;  // as in Usage
   double decode_seconds = 0.0;
+  int64_t drafted = 0, accepted = 0;
 };
 
 // The tokens of a prompt, with the begin token of the tokenizer's template first, unless

@@ -234,6 +234,106 @@ TEST_F(GenerateCudaTest, ShortCacheGivesWhatEachGivesAlone) {
   }
 }
 
+// Guessed tokens that pass the layers behind the one they follow, beside other sequences and pieces
+// of prompts: each is drawn from as if it had been appended alone.
+TEST_F(GenerateCudaTest, GuessedTokensAreDrawnFromAsIfAppendedAlone) {
+  for (const bool eight_bits : {false, true}) {
+    SCOPED_TRACE(eight_bits);
+    const SessionOptions options{
+        .slots = 3, .capacity = 512, .draft_tokens = 20, .cache = {.eight_bits = eight_bits}};
+    SessionCuda session(*ctx_, *device_model_, options);
+    SessionCuda judge(*ctx_, *device_model_, options);
+    const Draw greedy{.sampler = {.temperature = 0.0f}, .log_probs = 1};
+    // The sequence ends a block's length before, at, and behind the end of a block.
+    for (const int64_t length : {1, 60, 63, 64, 127, 200}) {
+      SCOPED_TRACE(length);
+      const std::vector<int32_t> prompt = random_ids(length, kVocab, 3);
+      const std::vector<int32_t> text = random_ids(12, kVocab, 4);
+      for (int64_t slot = 0; slot < 3; ++slot) session.clear(slot);
+      judge.clear(0);
+      session.append(0, prompt);
+      session.append(1, random_ids(70, kVocab, 5));
+      judge.append(0, prompt);
+      std::vector<TokenLogProbs> want;
+      for (const int32_t& id : text) {
+        const NewTokens one{.slot = 0, .ids = {&id, 1}};
+        std::vector<int32_t> next(1);
+        judge.drawn(judge.append_and_draw({&one, 1}, {&greedy, 1}), next);
+        want.push_back(judge.drawn_log_probs(0));
+      }
+      // First with a single token of another sequence, then with a prompt behind it.
+      size_t at = 0;
+      for (const size_t drafts : {size_t{3}, size_t{7}}) {
+        const int32_t other = 9;
+        const std::vector<int32_t> piece = random_ids(100, kVocab, 6);
+        std::vector<NewTokens> tokens = {{.slot = 0,
+                                          .ids = std::span(text).subspan(at, 1),
+                                          .drafts = std::span(text).subspan(at + 1, drafts)},
+                                         {.slot = 1, .ids = {&other, 1}}};
+        if (drafts == 7) tokens.push_back({.slot = 2, .ids = piece});
+        const std::vector<Draw> draws(tokens.size() + drafts, greedy);
+        std::vector<int32_t> next(draws.size());
+        session.drawn(session.append_and_draw(tokens, draws), next);
+        for (size_t i = 0; i <= drafts; ++i) {
+          const TokenLogProbs got = session.drawn_log_probs(static_cast<int64_t>(i));
+          EXPECT_NEAR(got.token.log_prob, want[at + i].token.log_prob, 0.1) << at + i;
+        }
+        // The last guess is given up, and its place is written again.
+        session.keep(0, std::span(text).subspan(at + 1, drafts - 1));
+        at += drafts;
+        EXPECT_EQ(session.length(0), length + static_cast<int64_t>(at));
+      }
+    }
+  }
+}
+
+TEST_F(GenerateCudaTest, GuessedTokensChangeNoText) {
+  std::vector<std::string> prompts;
+  for (uint64_t i = 0; i < 24; ++i) {
+    const std::string once = random_text(static_cast<int64_t>(5 + i * 13 % 60), i);
+    prompts.push_back(once + once + once.substr(0, once.size() / 2));
+  }
+  for (const bool eight_bits : {false, true}) {
+    for (const int64_t slots : {1, 6}) {
+      // Keys and values of six sequences would need 48 blocks.
+      const SessionOptions options{
+          .slots = slots,
+          .capacity = 512,
+          .cache_bytes = 14 * KvCacheCuda::block_bytes(model_->config, eight_bits),
+          .draft_tokens = 24,
+          .cache = {.eight_bits = eight_bits}};
+      SessionCuda session(*ctx_, *device_model_, options);
+      SessionCuda alone(*ctx_, *device_model_, {.capacity = 512, .cache = options.cache});
+      const auto run_all = [&](Session& on, int64_t speculate) {
+        std::vector<Generation> done(prompts.size());
+        Scheduler scheduler(on, tokenizer_, {.speculate = speculate});
+        for (size_t i = 0; i < prompts.size(); ++i) {
+          GenerationRequest request = text_request(
+              model_->config, tokenizer_, prompts[i],
+              {.max_tokens = static_cast<int64_t>(120 + i * 11 % 60),
+               .sampler = {.temperature = 0.0f}},
+              [&done, i](int64_t, Generation generation) { done[i] = std::move(generation); });
+          request.stop_at_end_of_text = false;
+          scheduler.submit(std::move(request));
+        }
+        while (scheduler.step()) {
+        }
+        return std::pair(done, scheduler.stats());
+      };
+      const auto [done, stats] = run_all(session, 12);
+      const auto [want, own_stats] = run_all(alone, 0);
+      for (size_t i = 0; i < prompts.size(); ++i) {
+        SCOPED_TRACE(testing::Message() << i << ", 8 bits: " << eight_bits << ", slots " << slots);
+        EXPECT_EQ(done[i].ids.size(), want[i].ids.size());
+        expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want[i].ids);
+      }
+      EXPECT_GT(stats.accepted, 500) << "of " << stats.drafted;
+      EXPECT_LT(stats.accepted, stats.drafted);
+      EXPECT_EQ(stats.cache.used, 0);
+    }
+  }
+}
+
 // Also where blocks of the request that failed serve the next ones.
 TEST_F(GenerateCudaTest, OutputThatIsNotFiniteEndsItsRequestAlone) {
   ModelConfig config = model_->config;

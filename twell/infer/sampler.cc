@@ -278,16 +278,16 @@ void SamplerOptions::validate() const {
 
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
                uint64_t index, std::span<const SeenToken> seen, Context* ctx) {
-  std::vector<float> after_penalties;
-  if (options.penalizes() && !seen.empty()) {
-    after_penalties.assign(logits.begin(), logits.end());
-    for (const auto& [id, times] : seen) {
-      if (id >= std::ssize(logits)) continue;
-      float& logit = after_penalties[static_cast<size_t>(id)];
-      logit = penalized(logit, times, options.repetition_penalty, options.frequency_penalty,
-                        options.presence_penalty);
+  std::vector<float> after;
+  if (!seen.empty()) {
+    after.assign(logits.begin(), logits.end());
+    for (const SeenToken& token : seen) {
+      if (token.id >= std::ssize(logits)) continue;
+      float& logit = after[static_cast<size_t>(token.id)];
+      logit = adjusted(logit, token, options.repetition_penalty, options.frequency_penalty,
+                       options.presence_penalty);
     }
-    logits = after_penalties;
+    logits = after;
   }
   if (logits.empty()) return kNoToken;
   const Passes passes(ctx);

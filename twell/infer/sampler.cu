@@ -278,13 +278,14 @@ __global__ void penalize_kernel(PenalizeCuda p) {
   const PenalizedRow row = p.rows[blockIdx.x];
   float* const logits = p.logits + row.row * p.vocab;
   for (int64_t i = row.begin + threadIdx.x; i < row.end; i += blockDim.x) {
-    const auto [id, times] = p.seen[i];
-    if (id >= p.vocab) continue;
+    const SeenToken token = p.seen[i];
+    if (token.id >= p.vocab) continue;
+    float& logit = logits[token.id];
     if (p.undo) {
-      logits[id] = p.before[i];
+      logit = p.before[i];
     } else {
-      p.before[i] = logits[id];
-      logits[id] = penalized(logits[id], times, row.repetition, row.frequency, row.presence);
+      p.before[i] = logit;
+      logit = adjusted(logit, token, row.repetition, row.frequency, row.presence);
     }
   }
 }

@@ -36,27 +36,42 @@ struct SamplerOptions {
   }
 };
 
-// A token of the prompt or of the new text.
+// A token of the prompt or of the new text, or one that the request favours or avoids.
 struct SeenToken {
+  static constexpr int32_t kNowhere = -1;
   int32_t id = 0;
-  int32_t times = 0;  // in the new text
+  int32_t times = 0;  // in the new text; kNowhere: neither there nor in the prompt
+  float bias = 0.0f;  // is added to the logit, behind penalties
 };
 
-// The token's logit after penalties, the same to the bit on all devices.
-TWELL_HOST_DEVICE inline float penalized(float logit, int32_t times, float repetition,
-                                         float frequency, float presence) {
-  const float repeated = logit > 0.0f ? logit / repetition : logit * repetition;
-  if (times == 0) return repeated;
-  // The product is exact in f64, so that a fused multiply-add gives the same.
-  const double taken = static_cast<double>(frequency) * times + presence;
-  return static_cast<float>(repeated - taken);
+// A wish of a request: SeenToken::bias of a token, from -kMostBias to kMostBias.
+struct TokenBias {
+  int32_t id = 0;
+  float bias = 0.0f;
+};
+inline constexpr float kMostBias = 100.0f;
+inline constexpr int64_t kMostBiases = 1024;  // of a request
+
+// The token's logit after penalties and bias, the same to the bit on all devices.
+TWELL_HOST_DEVICE inline float adjusted(float logit, const SeenToken& token, float repetition,
+                                        float frequency, float presence) {
+  float penalized = logit;
+  if (token.times >= 0) penalized = logit > 0.0f ? logit / repetition : logit * repetition;
+  if (token.times > 0) {
+    // The product is exact in f64, so that a fused multiply-add gives the same.
+    const double taken = static_cast<double>(frequency) * token.times + presence;
+    penalized = static_cast<float>(penalized - taken);
+  }
+  return token.bias == 0.0f ? penalized
+                            : static_cast<float>(static_cast<double>(penalized) + token.bias);
 }
 
-// Penalties apply to the tokens in `seen`, each of which is there once; then filters, in the order
-// temperature, top-k, top-p, min-p, each to the result of the previous one. A pure function of its
-// arguments: `stream` identifies the sequence, `index` the token in it. Returns kNoToken for logits
-// from which none can be drawn. ctx: whose threads share the work on large vocabularies; sums then
-// have other roundings, which decide only where a random number is within 1e-13 of a boundary.
+// Penalties and biases apply to the tokens in `seen`, each of which is there once; then filters, in
+// the order temperature, top-k, top-p, min-p, each to the result of the previous one. A pure
+// function of its arguments: `stream` identifies the sequence, `index` the token in it. Returns
+// kNoToken for logits from which none can be drawn. ctx: whose threads share the work on large
+// vocabularies; sums then have other roundings, which decide only where a random number is within
+// 1e-13 of a boundary.
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
                uint64_t index, std::span<const SeenToken> seen = {}, Context* ctx = nullptr);
 

@@ -87,7 +87,7 @@ struct PenaltyCase {
   std::vector<PenalizedRow> rows;
 };
 
-// Rows 3, 0 and 2 of four are penalized; one seen token is outside the vocabulary.
+// Rows 3, 0 and 2 of four are penalized and biased; one seen token is outside the vocabulary.
 PenaltyCase penalty_case(int64_t vocab, const SamplerOptions& options) {
   PenaltyCase out;
   for (uint64_t i = 0; i < static_cast<uint64_t>(4 * vocab); ++i) {
@@ -95,7 +95,10 @@ PenaltyCase penalty_case(int64_t vocab, const SamplerOptions& options) {
   }
   for (const int32_t row : {3, 0, 2}) {
     const int64_t begin = std::ssize(out.seen);
-    for (int32_t id = row; id <= vocab; id += 3 + row) out.seen.push_back({id, id % 4});
+    for (int32_t id = row; id <= vocab; id += 3 + row) {
+      const float bias = id % 7 == 0 ? static_cast<float>(id % 5) - 2.0f : 0.0f;
+      out.seen.push_back({id, id % 4 - (id % 7 == 0), bias});
+    }
     out.rows.push_back({row, begin, std::ssize(out.seen), options.repetition_penalty,
                         options.frequency_penalty, options.presence_penalty});
   }

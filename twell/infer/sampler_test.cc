@@ -82,8 +82,24 @@ TEST(Sampler, PenaltiesMakeSeenTokensLessLikely) {
   EXPECT_EQ(greedy({.frequency_penalty = 0.4f}, {{1, 3}, {3, 3}}), 2);
   EXPECT_EQ(greedy({.frequency_penalty = -1.0f}, {{4, 6}}), 4);
   // A negative logit grows in size.
-  EXPECT_FLOAT_EQ(penalized(-3.0f, 0, 2.0f, 0.0f, 0.0f), -6.0f);
-  EXPECT_FLOAT_EQ(penalized(3.0f, 2, 2.0f, 0.25f, 0.5f), 0.5f);
+  EXPECT_FLOAT_EQ(adjusted(-3.0f, {.id = 0, .times = 0}, 2.0f, 0.0f, 0.0f), -6.0f);
+  EXPECT_FLOAT_EQ(adjusted(3.0f, {.id = 0, .times = 2}, 2.0f, 0.25f, 0.5f), 0.5f);
+}
+
+TEST(Sampler, BiasesAreAddedBehindPenalties) {
+  const auto greedy = [](SamplerOptions options, std::vector<SeenToken> seen) {
+    options.temperature = 0.0f;
+    return sample(kLogits, options, 0, 0, seen);
+  };
+  constexpr int32_t kNowhere = SeenToken::kNowhere;
+  EXPECT_EQ(greedy({}, {{4, kNowhere, 5.5f}}), 4);
+  EXPECT_EQ(greedy({}, {{1, kNowhere, -100.0f}}), 3);
+  // Its penalty does not reach a token that is in no text.
+  EXPECT_EQ(greedy({.repetition_penalty = 9.0f}, {{1, kNowhere, 0.5f}}), 1);
+  EXPECT_EQ(greedy({.repetition_penalty = 9.0f}, {{1, 0, 0.5f}}), 3);
+  EXPECT_FLOAT_EQ(adjusted(3.0f, {.id = 0, .times = 2, .bias = -4.0f}, 2.0f, 0.25f, 0.5f), -3.5f);
+  EXPECT_FLOAT_EQ(adjusted(-3.0f, {.id = 0, .times = kNowhere, .bias = 1.0f}, 2.0f, 1.0f, 1.0f),
+                  -2.0f);
 }
 
 TEST(Sampler, SameSeedSameChoices) {

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <unordered_set>
 #include <utility>
 
 #include "twell/base/error.h"
 #include "twell/infer/generated_text.h"
+#include "twell/infer/prompt_draft.h"
 
 namespace twell {
 namespace {
@@ -26,6 +28,10 @@ void check_log_probs(const std::optional<int64_t>& count) {
   TWELL_REQUIRE(!count || (*count >= 0 && *count <= kMostLogProbs),
                 "log-probabilities are given of at most {} tokens, got {}", kMostLogProbs, *count);
 }
+
+// Of a step of one sequence: while the host takes a result and begins the next step, the device
+// waits (some 70 us of 900 us for a 2b model on an H200).
+constexpr double kWait = 0.08;
 
 }  // namespace
 
@@ -49,11 +55,32 @@ int64_t Histogram::count() const {
 }
 
 struct Scheduler::Request {
-  explicit Request(GenerationRequest asked_in)
-      : asked(std::move(asked_in)), context(asked.prompt), stream(asked.stop_strings) {
+  Request(GenerationRequest asked_in, int64_t most_drafts)
+      : asked(std::move(asked_in)),
+        context(asked.prompt),
+        stream(asked.stop_strings),
+        draft_length(most_drafts) {
+    for (const auto& [id, bias] : asked.logit_bias) {
+      seen_at.emplace(id, seen.size());
+      seen.push_back({.id = id, .times = SeenToken::kNowhere, .bias = bias});
+    }
     for (const int32_t id : context) see(id, 0);
     // Scores need the logits in front of a token only, so the last one is not fed.
     if (only_scores() && context.size() > 1) context.pop_back();
+  }
+
+  // Adds a token to those seen, for penalties.
+  void see_in(std::vector<SeenToken>& all, int32_t id, int32_t times) const {
+    const auto place = seen_at.find(id);
+    SeenToken* token = nullptr;
+    if (place != seen_at.end()) {
+      token = &all[place->second];
+    } else {
+      const auto later = std::find_if(all.begin() + std::ssize(seen), all.end(),
+                                      [&](const SeenToken& one) { return one.id == id; });
+      token = later != all.end() ? &*later : &all.emplace_back(SeenToken{.id = id});
+    }
+    token->times = std::max(token->times, 0) + times;
   }
 
   // Notes a token for penalties.
@@ -61,7 +88,8 @@ struct Scheduler::Request {
     if (!asked.sampler.penalizes()) return;
     const auto [place, is_new] = seen_at.try_emplace(id, seen.size());
     if (is_new) seen.push_back({.id = id});
-    seen[place->second].times += times;
+    int32_t& so_far = seen[place->second].times;
+    so_far = std::max(so_far, 0) + times;
   }
 
   bool is_cancelled() const {
@@ -84,14 +112,16 @@ struct Scheduler::Request {
   int64_t number = 0;
   GenerationRequest asked;
   std::vector<int32_t> context;  // the prompt and every token drawn that is known
-  std::vector<SeenToken> seen;   // its different tokens, if there are penalties
+  std::vector<SeenToken> seen;   // its different tokens, if there are penalties, and biased ones
   std::unordered_map<int32_t, size_t> seen_at;
   int64_t fed = 0;      // tokens in the session, once the passes under way have ended
   int64_t slot = -1;    // -1 while waiting
   uint64_t drawn = 0;   // known tokens drawn so far
   int64_t unknown = 0;  // tokens that passes under way draw,
-  int64_t entry = 0;    // the last of them as this entry
+  int64_t row = 0;      // the last of them as this row
   GeneratedText stream;
+  PromptLookup lookup;
+  DraftLength draft_length;
   std::vector<TokenLogProbs> prompt_log_probs;  // so far
   bool prompt_reported = false;                 // an event has delivered them
   int32_t new_token = -1;                       // of the next event; -1: none
@@ -113,6 +143,11 @@ Scheduler::Scheduler(Session& session, const Tokenizer& tokenizer, const Schedul
   TWELL_REQUIRE(options.prefill_tokens >= 0,
                 "prompts go through the layers in pieces of a positive number of tokens, got {}",
                 options.prefill_tokens);
+  TWELL_REQUIRE(options.speculate >= 0 && options.speculate <= kMostDraft,
+                "at most {} tokens can be guessed, got {}", kMostDraft, options.speculate);
+  TWELL_CHECK(session.draft_tokens() >= options.speculate,
+              "{} guessed tokens in a session with room for {}", options.speculate,
+              session.draft_tokens());
   if (options_.prefill_tokens == 0) options_.prefill_tokens = session.prefill_tokens();
   for (int64_t slot = session.slots(); slot > 0; --slot) free_slots_.push_back(slot - 1);
   for (Histogram* histogram :
@@ -143,6 +178,18 @@ void Scheduler::check(const GenerationRequest& asked) const {
                   asked.prompt.size(), session_.capacity());
   }
   asked.sampler.validate();
+  TWELL_REQUIRE(std::ssize(asked.logit_bias) <= kMostBiases,
+                "at most {} tokens can have a bias, got {}", kMostBiases, asked.logit_bias.size());
+  std::unordered_set<int32_t> biased;
+  for (const auto& [id, bias] : asked.logit_bias) {
+    TWELL_REQUIRE(id >= 0 && id < session_.config().vocab_size,
+                  "a bias for token {}, but the model has {} tokens", id,
+                  session_.config().vocab_size);
+    TWELL_REQUIRE(bias >= -kMostBias && bias <= kMostBias,
+                  "the bias of token {} must be from {} to {}, got {}", id, -kMostBias, kMostBias,
+                  bias);
+    TWELL_REQUIRE(biased.insert(id).second, "token {} has two biases", id);
+  }
   check_log_probs(asked.log_probs);
   check_log_probs(asked.prompt_log_probs);
 }
@@ -157,7 +204,7 @@ std::optional<int64_t> Scheduler::submit(std::vector<GenerationRequest> asked) {
   std::vector<std::unique_ptr<Request>> requests;
   for (GenerationRequest& one : asked) {
     check(one);
-    requests.push_back(std::make_unique<Request>(std::move(one)));
+    requests.push_back(std::make_unique<Request>(std::move(one), options_.speculate));
     requests.back()->usage.prompt_tokens = requests.back()->prompt_tokens();
   }
 
@@ -247,8 +294,11 @@ bool Scheduler::advance() {
 }
 
 void Scheduler::begun(Pass pass) {
+  const auto guesses = [](const Pass::Row& row) { return !row.drafts.empty(); };
+  // What follows is known when it is known which guesses were right.
+  const bool waits = std::ranges::any_of(pass.rows, guesses);
   passes_.push_back(std::move(pass));
-  while (std::ssize(passes_) > session_.draws_ahead()) report();
+  while (std::ssize(passes_) > (waits ? 0 : session_.draws_ahead())) report();
 }
 
 void Scheduler::report() {
@@ -256,7 +306,7 @@ void Scheduler::report() {
   passes_.pop_front();
   const auto is_wanted = [](const Pass::Row& row) { return row.request != nullptr; };
   if (std::ranges::none_of(pass.rows, is_wanted)) return;
-  std::vector<int32_t> next(pass.rows.size());
+  std::vector<int32_t> next(static_cast<size_t>(pass.draws));
   session_.drawn(pass.call, next);
   const Clock::time_point now = Clock::now();
   // Until the last report, the device was at work on the pass before.
@@ -269,8 +319,11 @@ void Scheduler::report() {
     if (!pass.rows[i].draws) continue;
     --request.unknown;
     if (request.drawn == 0) request.decode_start = now;
-    note_log_probs(request, next[i], static_cast<int64_t>(i));
-    request.stop = request.only_scores() ? request.end_of_scores() : take(request, next[i]);
+    if (request.only_scores()) {
+      request.stop = request.end_of_scores();
+    } else {
+      take_row(pass.rows[i], next);
+    }
   }
   Requests ended;
   std::erase_if(running_, [&](Request* request) {
@@ -278,6 +331,32 @@ void Scheduler::report() {
     return request->stop.has_value();
   });
   for (Request* request : ended) end(*request, *request->stop);
+}
+
+void Scheduler::take_row(const Pass::Row& row, std::span<const int32_t> next) {
+  Request& request = *row.request;
+  const std::span<const int32_t> drafts = row.drafts;
+  size_t right = 0;
+  while (true) {
+    const int64_t drawn_as = row.row + static_cast<int64_t>(right);
+    const int32_t id = next[static_cast<size_t>(drawn_as)];
+    note_log_probs(request, id, drawn_as);
+    // Counted first: the token's event tells of it.
+    const bool is_right = right < drafts.size() && id == drafts[right];
+    if (!drafts.empty() && right == 0) request.usage.drafted += std::ssize(drafts);
+    request.usage.accepted += is_right;
+    request.stop = take(request, id);
+    right += is_right;
+    if (request.stop || !is_right) break;
+  }
+  if (options_.speculate == 0) return;
+  const auto count = static_cast<int64_t>(right);
+  request.draft_length.took(std::ssize(drafts), count, row.cost);
+  if (drafts.empty()) return;
+  counts_.drafted += std::ssize(drafts);
+  counts_.accepted += count;
+  session_.keep(request.slot, drafts.first(right));
+  request.fed += count;
 }
 
 void Scheduler::forget(Request& request) {
@@ -462,6 +541,41 @@ bool Scheduler::grows(const Request& request) const {
          request.prompt_tokens() + request.usage.tokens + request.unknown < session_.capacity();
 }
 
+std::vector<int32_t> Scheduler::guess(Request& request, int64_t rows, int64_t room, double& cost) {
+  if (options_.speculate == 0 || room == 0) return {};
+  const double alone = session_.step_cost(rows);
+  // The time that a step takes longer delays every sequence by a share of a token. The host also
+  // waits for the result before it begins the next step.
+  const double wait = session_.draws_ahead() > 0 ? kWait : 0.0;
+  const auto cost_of = [&](int64_t count) {
+    if (count == 0) return 0.0;
+    const double longer = session_.step_cost(rows + count) - alone + wait;
+    return static_cast<double>(rows) * longer / alone;
+  };
+  // The last row draws the token behind the last guess.
+  const int64_t context = std::ssize(request.context) + request.unknown;
+  const int64_t most =
+      std::min({room, request.draft_length.next(cost_of), session_.capacity() - context - 1,
+                request.asked.max_tokens - request.usage.tokens - request.unknown - 1});
+  if (most <= 0) return {};
+  std::vector<int32_t> drafts = request.lookup.guess(request.context, most);
+  cost = cost_of(std::ssize(drafts));
+  return drafts;
+}
+
+bool Scheduler::waits_for_guesses() {
+  const int64_t rows = std::ssize(running_);
+  for (Request* request : running_) {
+    double cost = 0.0;
+    if (request->unknown == 0 || !grows(*request)) continue;
+    if (guess(*request, rows, session_.draft_tokens(), cost).empty()) continue;
+    // What is guessed for the unknown token and turns out wrong costs the wait alone.
+    request->draft_length.took(0, 0, static_cast<double>(rows) * kWait / session_.step_cost(rows));
+    return true;
+  }
+  return false;
+}
+
 bool Scheduler::needs_tokens() const {
   const int64_t block = session_.cache_use().block_tokens;
   int64_t new_blocks = 0;
@@ -478,6 +592,9 @@ bool Scheduler::needs_tokens() const {
 // prompts are incomplete.
 bool Scheduler::begin_pass() {
   while (!passes_.empty() && needs_tokens()) report();
+  if (options_.speculate > 0 && !passes_.empty() && waits_for_guesses()) {
+    while (!passes_.empty()) report();
+  }
   // In order of arrival, so that the oldest are never preempted.
   for (size_t i = 0; i < running_.size(); ++i) {
     if (grows(*running_[i]) && !reserve_or_preempt(*running_[i], 1)) preempt_youngest();
@@ -485,31 +602,61 @@ bool Scheduler::begin_pass() {
   Pass pass{.start = Clock::now()};
   std::vector<NewTokens> tokens;
   std::vector<Draw> draws;
-  std::vector<int32_t> last;  // tokens of sequences that grow
+  std::deque<std::vector<SeenToken>> seen;  // behind guesses
+  std::vector<int32_t> last;                // tokens of sequences that grow
   last.reserve(running_.size());
+  const auto growing = std::ranges::count_if(running_, [&](auto* one) { return grows(*one); });
+  int64_t room = session_.draft_tokens();
   for (Request* request : running_) {
     if (!grows(*request)) continue;
-    last.push_back(request->unknown > 0 ? Session::the_drawn(request->entry)
+    Pass::Row row{.request = request};
+    if (request->unknown == 0) row.drafts = guess(*request, growing, room, row.cost);
+    // Nobody loses a place for a guess.
+    if (!session_.reserve(request->slot, 1 + std::ssize(row.drafts))) {
+      row.drafts.clear();
+      row.cost = 0.0;
+    }
+    room -= std::ssize(row.drafts);
+    last.push_back(request->unknown > 0 ? Session::the_drawn(request->row)
                                         : request->context.back());
     tokens.push_back({.slot = request->slot, .ids = {&last.back(), 1}});
-    draws.push_back(draw_of(*request));
-    pass.rows.push_back({.request = request});
+    add_draws(std::move(row), pass, draws, seen);
   }
-  add_prompts(pass, tokens, draws);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i].drafts = pass.rows[i].drafts;
+  add_prompts(pass, tokens, draws, seen);
   if (tokens.empty()) return false;
+  pass.draws = std::ssize(draws);
   pass.call = session_.append_and_draw(tokens, draws);
   for (size_t i = 0; i < pass.rows.size(); ++i) {
     Request& request = *pass.rows[i].request;
     request.fed += std::ssize(tokens[i].ids);
     if (!pass.rows[i].draws) continue;
     ++request.unknown;
-    request.entry = static_cast<int64_t>(i);
+    request.row = pass.rows[i].row;
   }
   const auto is_through = [](const Request* request) { return request->left() == 0; };
   std::ranges::copy_if(starting_, std::back_inserter(running_), is_through);
   std::erase_if(starting_, is_through);
   begun(std::move(pass));
   return true;
+}
+
+void Scheduler::add_draws(Pass::Row row, Pass& pass, std::vector<Draw>& draws,
+                          std::deque<std::vector<SeenToken>>& seen) const {
+  const Request& request = *row.request;
+  row.row = std::ssize(draws);
+  Draw draw = draw_of(request);
+  draws.push_back(draw);
+  for (const int32_t draft : row.drafts) {
+    ++draw.index;
+    if (request.asked.sampler.penalizes()) {
+      seen.emplace_back(draw.seen.begin(), draw.seen.end());
+      request.see_in(seen.back(), draft, 1);
+      draw.seen = seen.back();
+    }
+    draws.push_back(draw);
+  }
+  pass.rows.push_back(std::move(row));
 }
 
 // What each client with incomplete prompts may add to a step with room for so many of their tokens:
@@ -531,7 +678,8 @@ std::unordered_map<uint64_t, int64_t> Scheduler::prompt_shares(int64_t room) con
 
 // Adds the next pieces of the prompts, of each client in order of arrival: the rest of some, part
 // of one more. They have the room that sequences that grow leave, and at least half of the step.
-void Scheduler::add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws) {
+void Scheduler::add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws,
+                            std::deque<std::vector<SeenToken>>& seen) {
   const int64_t all = options_.prefill_tokens;
   auto shares = prompt_shares(std::max(all - std::ssize(tokens), (all + 1) / 2));
   for (size_t i = 0; i < starting_.size(); ++i) {
@@ -544,8 +692,8 @@ void Scheduler::add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vec
     tokens.push_back(tokens_of(
         request, std::span(request.context)
                      .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count))));
-    draws.push_back(draw_of(request));
-    pass.rows.push_back({.request = &request, .prompt = true, .draws = count == request.left()});
+    add_draws({.request = &request, .prompt = true, .draws = count == request.left()}, pass, draws,
+              seen);
     counts_.prompt_tokens += count;
   }
   TWELL_CHECK(starting_.empty() || !tokens.empty() || !running_.empty(),

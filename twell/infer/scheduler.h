@@ -16,6 +16,11 @@
 // be called from any thread, also from within an event. The session and the tokenizer must not be
 // used by others meanwhile, except for the tokenizer's const functions.
 //
+// With SchedulerOptions::speculate, a step checks tokens that were guessed from a sequence's own
+// text: it draws after each of them, with that position's random number and penalties, and goes on
+// as long as the drawn token is the guessed one. The text is the one without, unless the rounding
+// of another kernel decides between nearly equal logits.
+//
 // Each request draws from its own seed, so it gives the same tokens as alone, unless a different
 // order of additions in a batch decides between nearly equal logits. A request that loses its place
 // in a short cache (preemption) is computed again and gives the same tokens.
@@ -64,6 +69,7 @@ struct Usage {
   double queue_seconds = 0.0;    // from submit() to the first piece of the prompt
   double prefill_seconds = 0.0;  // of the passes that took pieces of the prompt
   double decode_seconds = 0.0;   // from the first token to the end
+  int64_t drafted = 0, accepted = 0;  // tokens that were guessed, and those that were right
 };
 
 struct GenerationEvent {
@@ -81,6 +87,7 @@ struct GenerationEvent {
 struct GenerationRequest {
   std::vector<int32_t> prompt;  // at least one token
   SamplerOptions sampler;
+  std::vector<TokenBias> logit_bias;  // at most kMostBiases, each token once
   // Most new tokens; the context is also a limit. 0 only with prompt_log_probs: the prompt, which
   // may have one token more than the context, is scored and no token is drawn.
   int64_t max_tokens = 256;
@@ -123,6 +130,7 @@ struct SchedulerStats {
   int64_t cached_tokens = 0;  // prompt tokens taken from the cache instead
   int64_t tokens = 0;         // new tokens
   int64_t preemptions = 0;
+  int64_t drafted = 0, accepted = 0;  // tokens that were guessed, and those that were right
   CacheUse cache;
   std::vector<ActiveNeurons> layers;  // [L] as of the session's last update
   Histogram first_token_seconds;      // from submit() to the first token
@@ -137,6 +145,9 @@ struct SchedulerOptions {
   // Tokens of a step with prompts: one of each sequence that grows, and pieces of prompts, which
   // get at least half. Bounds the time between two tokens of a sequence; 0: what suits the device.
   int64_t prefill_tokens = 0;
+  // Most tokens of a sequence that are guessed from its own text (prompt_draft.h) and checked in a
+  // step; fewer where guesses are wrong. The session must have room for so many. 0: none.
+  int64_t speculate = 0;
 };
 
 class Scheduler {
@@ -180,8 +191,12 @@ class Scheduler {
       Request* request;     // null: has ended or lost its place
       bool prompt = false;  // takes a piece of it
       bool draws = true;    // false: the token after an incomplete prompt, which is ignored
+      int64_t row = 0;      // of its first draw in the call
+      std::vector<int32_t> drafts = {};
+      double cost = 0.0;  // of the drafts
     };
     int64_t call = 0;
+    int64_t draws = 0;
     std::vector<Row> rows;
     Clock::time_point start;
   };
@@ -199,7 +214,18 @@ class Scheduler {
   // Begins a pass of the session with a token of every sequence that grows, and pieces of prompts
   // behind them; false when there is nothing to begin.
   bool begin_pass();
-  void add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws);
+  // What the next pass, whose other rows are so many, guesses for the request: at most `room`
+  // tokens, and no more than pay. `cost` is set to theirs.
+  std::vector<int32_t> guess(Request& request, int64_t rows, int64_t room, double& cost);
+  // Whether guesses may follow a token that is being drawn, so that it is worth waiting for.
+  bool waits_for_guesses();
+  // Adds the entry's draws to those of the pass.
+  void add_draws(Pass::Row row, Pass& pass, std::vector<Draw>& draws,
+                 std::deque<std::vector<SeenToken>>& seen) const;
+  // Takes the tokens drawn for the row's request, as long as its guesses were right.
+  void take_row(const Pass::Row& row, std::span<const int32_t> next);
+  void add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vector<Draw>& draws,
+                   std::deque<std::vector<SeenToken>>& seen);
   std::unordered_map<uint64_t, int64_t> prompt_shares(int64_t room) const;
   // The piece as the session takes it, with the scores that the request wants.
   NewTokens tokens_of(Request& request, std::span<const int32_t> piece) const;
@@ -212,7 +238,7 @@ class Scheduler {
   // Waits for the tokens of the pass that began first, and reports them.
   void report();
   std::optional<StopReason> take(Request& request, int32_t id);
-  // Keeps the log-probabilities of the token drawn as entry `row`, if the request wants them.
+  // Keeps the log-probabilities of the token drawn as row `row`, if the request wants them.
   void note_log_probs(Request& request, int32_t id, int64_t row);
   void emit(Request& request, std::optional<StopReason> stop);
   void end(Request& request, StopReason reason);

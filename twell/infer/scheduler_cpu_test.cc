@@ -208,6 +208,102 @@ TEST_F(SchedulerCpuTest, PenaltiesCountPromptAndNewText) {
   EXPECT_NEAR(heard[1].log_probs[0].token.log_prob, want.token.log_prob, 1e-5);
 }
 
+TEST_F(SchedulerCpuTest, BiasesFavourAndAvoidTokens) {
+  SessionCpu session(ctx_, *model_, {.slots = 2});
+  Scheduler scheduler(session, tokenizer_);
+  const std::vector<int32_t> prompt = random_ids(10, kVocab, 5);
+  Heard plain, avoiding, favouring;
+  scheduler.submit(request(prompt, 12, plain));
+  finish(scheduler);
+  GenerationRequest avoids = request(prompt, 12, avoiding);
+  for (const int32_t id : std::set<int32_t>(plain.ids.begin(), plain.ids.end())) {
+    avoids.logit_bias.push_back({id, -kMostBias});
+  }
+  avoids.log_probs = 3;
+  scheduler.submit(avoids);
+  GenerationRequest favours = request(prompt, 12, favouring);
+  favours.logit_bias = {{7, kMostBias}};
+  favours.sampler = {.temperature = 1.0f, .frequency_penalty = 50.0f, .seed = 3};
+  scheduler.submit(favours);
+  finish(scheduler);
+  EXPECT_EQ(avoiding.ids.size(), 12u);
+  for (const int32_t id : avoiding.ids) {
+    EXPECT_EQ(std::ranges::count(plain.ids, id), 0) << id;
+  }
+  // Log-probabilities are those of the model.
+  SessionCpu judge(ctx_, *model_, {});
+  const TokenLogProbs want =
+      token_log_probs(judge.append(0, prompt), avoiding.ids[0], 3, kVocab - 1);
+  EXPECT_EQ(avoiding.log_probs[0].top[0].id, plain.ids[0]);
+  EXPECT_NEAR(avoiding.log_probs[0].token.log_prob, want.token.log_prob, 1e-5);
+  // Penalties count a biased token too.
+  EXPECT_EQ(favouring.ids[0], 7);
+  EXPECT_EQ(favouring.ids[1], 7);
+  EXPECT_LE(std::ranges::count(favouring.ids, 7), 3);
+
+  GenerationRequest wrong = request(prompt, 1, plain);
+  wrong.logit_bias = {{kVocab, 1.0f}};
+  EXPECT_THROW(scheduler.submit(wrong), InputError);
+  wrong.logit_bias = {{1, 101.0f}};
+  EXPECT_THROW(scheduler.submit(wrong), InputError);
+  wrong.logit_bias = {{1, 1.0f}, {1, 1.0f}};
+  EXPECT_THROW(scheduler.submit(wrong), InputError);
+  wrong.logit_bias.clear();
+  for (int64_t i = 0; i <= kMostBiases; ++i) wrong.logit_bias.push_back({1, 1.0f});
+  EXPECT_THROW(scheduler.submit(wrong), InputError);
+}
+
+// Texts with guessed tokens are those without, greedy ones and sampled ones, of sequences alone and
+// together, with penalties, biases, stop strings and ends within guesses.
+TEST_F(SchedulerCpuTest, GuessedTokensChangeNoText) {
+  constexpr int64_t kRequests = 48;
+  int64_t accepted = 0, drafted = 0;
+  std::vector<Heard> heard[2];
+  for (const int64_t speculate : {0, 7}) {
+    auto& all = heard[speculate > 0];
+    all.resize(kRequests);
+    SessionCpu session(
+        ctx_, *model_,
+        {.slots = 3, .prefill_tokens = 9, .draft_tokens = 10, .cache = {.block_tokens = 16}});
+    Scheduler scheduler(session, tokenizer_, {.speculate = speculate});
+    for (int64_t i = 0; i < kRequests; ++i) {
+      // Prompts that repeat themselves, and a temperature that often follows them.
+      std::vector<int32_t> prompt = random_ids(3 + i % 3, kVocab, static_cast<uint64_t>(i % 7));
+      const std::vector<int32_t> once = prompt;
+      for (int64_t j = 0; j < i % 4; ++j) prompt.insert(prompt.end(), once.begin(), once.end());
+      GenerationRequest asked = request(prompt, 3 + i, all[static_cast<size_t>(i)]);
+      asked.sampler = {.temperature = i % 3 == 0   ? 0.0f
+                                      : i % 3 == 1 ? 0.1f
+                                                   : 0.6f,
+                       .seed = static_cast<uint64_t>(i)};
+      if (i % 5 == 1) asked.sampler.frequency_penalty = 0.1f;
+      // Texts of a few different tokens.
+      if (i % 2 == 1) asked.logit_bias = {{prompt[0], 30.0f}, {prompt[1], 30.0f}, {7, 30.0f}};
+      if (i % 4 == 1) asked.log_probs = 2;
+      if (i % 6 == 5) asked.stop_tokens = random_ids(20, kVocab, 9);
+      if (i % 8 == 3) asked.stop_strings = {"a", "e"};
+      scheduler.submit(asked);
+    }
+    finish(scheduler);
+    EXPECT_EQ(scheduler.stats().cache.used, 0);
+    accepted += scheduler.stats().accepted;
+    drafted += scheduler.stats().drafted;
+  }
+  for (size_t i = 0; i < kRequests; ++i) {
+    const Heard &without = heard[0][i], &with = heard[1][i];
+    EXPECT_EQ(with.ids, without.ids) << i;
+    EXPECT_EQ(with.text, without.text) << i;
+    EXPECT_EQ(with.stop, without.stop) << i;
+    ASSERT_EQ(with.log_probs.size(), without.log_probs.size()) << i;
+    for (size_t j = 0; j < with.log_probs.size(); ++j) {
+      EXPECT_EQ(with.log_probs[j].token.id, without.log_probs[j].token.id);
+      EXPECT_NEAR(with.log_probs[j].token.log_prob, without.log_probs[j].token.log_prob, 1e-4);
+    }
+  }
+  EXPECT_GT(accepted, 100);
+  EXPECT_GT(drafted, accepted);
+}
+
 TEST_F(SchedulerCpuTest, TakesAListInItsOrder) {
   SessionCpu session(ctx_, *model_, {.slots = 2, .capacity = 10});
   Scheduler scheduler(session, tokenizer_, {.max_waiting = 3});

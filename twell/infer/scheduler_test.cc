@@ -19,8 +19,15 @@ namespace {
 
 constexpr int32_t kScriptedVocab = 256;
 
-// What follows these tokens. Every 16th seed draws no token at times.
+// What follows these tokens. Every 16th seed draws no token at times. Every third repeats itself
+// for a while, as long as a token is not there too often.
 int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
+  if (draw.sampler.seed % 3 == 0 && draw.index % 23 != 22) {
+    const int32_t last = ids.back();
+    const auto seen = std::ranges::find(draw.seen, last, &SeenToken::id);
+    const int32_t times = seen == draw.seen.end() ? 0 : seen->times;
+    return (5 * (last / 5) + (last + 1 + times / 4) % 5) % kScriptedVocab;
+  }
   uint64_t hash = draw.sampler.seed;
   for (const int32_t id : ids) hash = hash * 31 + static_cast<uint64_t>(id);
   for (const SeenToken& seen : draw.seen) {
@@ -36,8 +43,8 @@ int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
 class FakeSession : public Session {
  public:
   FakeSession(int64_t slots, int64_t capacity, int64_t blocks, int64_t block_tokens,
-              int64_t prefill_tokens, int64_t ahead = 0)
-      : Session({slots, capacity, blocks, block_tokens}),
+              int64_t prefill_tokens, int64_t ahead = 0, int64_t draft_tokens = 0)
+      : Session({slots, capacity, blocks, block_tokens, draft_tokens}),
         ahead_(ahead),
         tables_(static_cast<size_t>(slots)),
         memory_(static_cast<size_t>(blocks * block_tokens), -1),
@@ -53,9 +60,10 @@ class FakeSession : public Session {
   }
   ConstMatrixF decode(std::span<const int64_t>, std::span<const int32_t>) override { return {}; }
   int64_t append_and_draw(std::span<const NewTokens> tokens, std::span<const Draw> draws) override {
+    make_room(tokens, draws);
     std::vector<int32_t> next;
     for (size_t i = 0; i < tokens.size(); ++i) {
-      const auto& [slot, ids, targets, top, vocab, scores] = tokens[i];
+      const auto& [slot, ids, drafts, targets, top, vocab, scores] = tokens[i];
       passed += std::ssize(ids);
       std::vector<int32_t> known(ids.begin(), ids.end());
       if (ids[0] < 0) {
@@ -66,7 +74,12 @@ class FakeSession : public Session {
       for (const int32_t target : targets) {
         scores->push_back(token_log_probs(logits_, target, top, kScriptedVocab));
       }
-      next.push_back(next_of(read(slot, length(slot) + std::ssize(ids)), draws[i]));
+      next.push_back(next_of(read(slot, length(slot) + std::ssize(ids)), draws[next.size()]));
+      known.insert(known.end(), drafts.begin(), drafts.end());
+      write(slot, known);
+      for (int64_t draft = 1; draft <= std::ssize(drafts); ++draft) {
+        next.push_back(next_of(read(slot, length(slot) + 1 + draft), draws[next.size()]));
+      }
     }
     appended(begun_ + 1, tokens);
     return begin(std::move(next));
@@ -82,6 +95,7 @@ class FakeSession : public Session {
     if (!calls_.empty()) ++overlapped;
   }
   int64_t draws_ahead() const override { return ahead_; }
+  double step_cost(int64_t rows) const override { return 1.0 + 0.01 * static_cast<double>(rows); }
   void append_logits(int64_t, std::span<const int32_t>, const OnLogits&) override {}
   TokenLogProbs drawn_log_probs(int64_t) override {
     return token_log_probs(logits_, 0, 0, kScriptedVocab);
@@ -207,8 +221,9 @@ class SchedulerTest : public testing::Test {
 // Requests of all lengths with common beginnings, in caches that are too small for them, some with
 // stop tokens or penalties, some without a finite output, some cancelled: every answer is the one
 // that the request gives alone, also from a session that computes ahead.
+// Half of the schedulers guess tokens.
 TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
-  int64_t preemptions = 0, cached = 0, overlapped = 0;
+  int64_t preemptions = 0, cached = 0, overlapped = 0, drafted = 0, accepted = 0;
   std::vector<int64_t> ended(kStopReasons);
   for (uint64_t seed = 0; seed < 60; ++seed) {
     SCOPED_TRACE(seed);
@@ -220,8 +235,9 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
     const int64_t block = 1 + below(6), capacity = 20 + below(40);
     const int64_t least = (capacity + block - 1) / block;
     FakeSession session(1 + below(8), capacity, least + below(2 * least), block, 1 + below(20),
-                        /*ahead=*/static_cast<int64_t>(seed % 2));
-    Scheduler scheduler(session, tokenizer_);
+                        /*ahead=*/static_cast<int64_t>(seed % 2), /*draft_tokens=*/20);
+    const int64_t most = seed % 8 < 4 ? 0 : 1 + below(20);
+    Scheduler scheduler(session, tokenizer_, {.speculate = most});
     constexpr size_t kRequests = 80;
     std::vector<TimedEvents> heard(kRequests);
     std::vector<GenerationRequest> asked;
@@ -270,7 +286,17 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
     if (seed % 2 == 0) {
       EXPECT_EQ(session.overlapped, 0);
     }
+    drafted += stats.drafted;
+    accepted += stats.accepted;
+    int64_t heard_accepted = 0;
+    for (const TimedEvents& one : heard) heard_accepted += one.usage.accepted;
+    EXPECT_EQ(heard_accepted, stats.accepted);
+    if (most == 0) {
+      EXPECT_EQ(stats.drafted, 0);
+    }
   }
+  EXPECT_GT(accepted, 1500);
+  EXPECT_GT(drafted, accepted + 100);
   EXPECT_GT(preemptions, 100);
   EXPECT_GT(cached, 1000);
   EXPECT_GT(overlapped, 1000);
@@ -310,6 +336,33 @@ TEST_F(SchedulerTest, ComputesAheadOfItsReports) {
   EXPECT_EQ(session.passed - passed,
             scheduler.stats().prompt_tokens - fed + std::ssize(stopped.ids) + 1);
   EXPECT_EQ(session.cache_use().used, 0);
+}
+
+// A text that repeats itself takes few steps, and blocks behind wrong guesses are given back.
+TEST_F(SchedulerTest, GuessedTokensSaveSteps) {
+  for (const int64_t ahead : {0, 1}) {
+    FakeSession session(2, 256, 128, 4, 64, ahead, /*draft_tokens=*/16);
+    Scheduler scheduler(session, tokenizer_, {.speculate = 16});
+    TimedEvents repeats, wanders;
+    const std::vector<GenerationRequest> asked = {request(counting(1, 8), 100, repeats, 3),
+                                                  request(counting(1, 8), 100, wanders, 4)};
+    scheduler.submit(asked[0]);
+    while (scheduler.step()) {
+      EXPECT_LE(session.cache_use().used * 4, 8 + std::ssize(repeats.ids) + 4);
+    }
+    EXPECT_EQ(repeats.ids, expected(asked[0], 256));
+    const int64_t steps = scheduler.stats().steps;
+    EXPECT_LT(steps, 60);
+    EXPECT_GT(repeats.usage.accepted, 45);
+    scheduler.submit(asked[1]);
+    while (scheduler.step()) {
+    }
+    EXPECT_EQ(wanders.ids, expected(asked[1], 256));
+    EXPECT_GT(scheduler.stats().steps - steps, 95);
+  }
+  FakeSession session(2, 256, 128, 4, 64, 0, 4);
+  EXPECT_THROW(Scheduler(session, tokenizer_, {.speculate = -1}), InputError);
+  EXPECT_THROW(Scheduler(session, tokenizer_, {.speculate = 65}), InputError);
 }
 
 TEST_F(SchedulerTest, APromptNeverDelaysOthersByMoreThanItsPieces) {

@@ -15,12 +15,14 @@ Session::CachePlan Session::full_cache(const SessionOptions& options, const Mode
   TWELL_REQUIRE(options.capacity >= 0 && options.capacity <= config.context,
                 "a sequence holds at most the model's context of {} tokens, got {}", config.context,
                 options.capacity);
+  TWELL_REQUIRE(options.draft_tokens >= 0, "a session for {} guessed tokens", options.draft_tokens);
   TWELL_REQUIRE(options.cache_bytes >= 0, "a cache of {} bytes", options.cache_bytes);
   TWELL_REQUIRE(options.cache.block_tokens >= 1, "a block of {} tokens",
                 options.cache.block_tokens);
   CachePlan plan{.slots = options.slots,
                  .capacity = options.capacity == 0 ? config.context : options.capacity,
-                 .block_tokens = options.cache.block_tokens};
+                 .block_tokens = options.cache.block_tokens,
+                 .draft_tokens = options.draft_tokens};
   plan.blocks = plan.slots * plan.blocks_each();
   return plan;
 }
@@ -52,6 +54,24 @@ void Session::make_room(int64_t slot, std::span<const int32_t> ids) {
                 ids.size(), blocks_.used(), blocks_.blocks(), blocks_.block_tokens());
 }
 
+void Session::make_room(std::span<const NewTokens> tokens, std::span<const Draw> draws) {
+  size_t rows = 0;
+  int64_t drafts = 0;
+  for (const NewTokens& one : tokens) {
+    make_room(one.slot, one.ids);
+    rows += 1 + one.drafts.size();
+    drafts += std::ssize(one.drafts);
+    if (one.drafts.empty()) continue;
+    TWELL_CHECK(one.ids.size() == 1 && one.ids[0] >= 0 && one.targets.empty(),
+                "guesses behind {} tokens, of which the first is {}", one.ids.size(), one.ids[0]);
+    TWELL_CHECK(reserve(one.slot, 1 + std::ssize(one.drafts)), "no room for {} guessed tokens",
+                one.drafts.size());
+  }
+  TWELL_CHECK(std::ssize(tokens) <= slots() && drafts <= draft_tokens() && rows == draws.size(),
+              "{} sequences with {} guessed tokens and {} draws, in a session for {} and {}",
+              tokens.size(), drafts, draws.size(), slots(), draft_tokens());
+}
+
 std::vector<ForwardSequence> Session::one_each(std::span<const int64_t> slots,
                                                std::span<const int32_t> ids) {
   TWELL_CHECK(slots.size() == ids.size() && !slots.empty() && std::ssize(slots) <= this->slots(),
@@ -77,14 +97,14 @@ void Session::appended(int64_t call, std::span<const NewTokens> tokens) {
     } else {
       TWELL_CHECK(one.ids.size() == 1, "{} tokens, of which the first is not known",
                   one.ids.size());
-      unknown_.push_back({.call = call - 1, .entry = int64_t{-1} - one.ids[0], .slot = one.slot});
+      unknown_.push_back({.call = call - 1, .row = int64_t{-1} - one.ids[0], .slot = one.slot});
     }
   }
 }
 
 void Session::known(int64_t call, std::span<const int32_t> next) {
   for (const Unknown& one : unknown_) {
-    if (one.call == call) appended(one.slot, next.subspan(static_cast<size_t>(one.entry), 1));
+    if (one.call == call) appended(one.slot, next.subspan(static_cast<size_t>(one.row), 1));
   }
   // Calls before this one are not asked any more.
   std::erase_if(unknown_, [&](const Unknown& one) { return one.call <= call; });
@@ -95,6 +115,12 @@ int64_t Session::start(int64_t slot, std::span<const int32_t> ids) {
   const int64_t held = blocks_.start(slot, ids);
   show(slot, blocks_.table(slot), held);
   return held;
+}
+
+void Session::keep(int64_t slot, std::span<const int32_t> drafts) {
+  appended(slot, drafts);
+  blocks_.trim(slot);
+  show(slot, blocks_.table(slot), length(slot));
 }
 
 bool Session::reserve(int64_t slot, int64_t tokens) {

@@ -32,7 +32,8 @@ struct SessionOptions {
   int64_t cache_bytes = 0;
   // Plans memory for projections in e4m3, which an engine on a GPU sets as its model is.
   bool weights_in_bytes = false;
-  KvFormat cache;  // on the GPU in blocks of kKvBlock tokens, in bf16 in place of f32
+  int64_t draft_tokens = 0;  // most guessed tokens (NewTokens::drafts) of a call
+  KvFormat cache;            // on the GPU in blocks of kKvBlock tokens, in bf16 in place of f32
 };
 
 // Parameters of drawing a sequence's next token: see sample().
@@ -41,7 +42,7 @@ struct Draw {
   int64_t vocab = 0;    // ids below this one; 0: all
   uint64_t stream = 0;  // selects the seed's random numbers
   uint64_t index = 0;
-  std::span<const SeenToken> seen;  // for penalties
+  std::span<const SeenToken> seen;  // for penalties and biases
   // Whether its log-probability is wanted, and of how many most likely ones.
   std::optional<int64_t> log_probs;
 };
@@ -49,7 +50,11 @@ struct Draw {
 // New tokens to append to a slot's sequence: a piece of its prompt, or the token drawn last.
 struct NewTokens {
   int64_t slot = 0;
-  std::span<const int32_t> ids;  // a single one may be Session::the_drawn(entry)
+  std::span<const int32_t> ids;  // a single one may be Session::the_drawn(row)
+  // Guesses of the tokens that follow a single id, which is known. A token is drawn after the id
+  // and after each of them, as if those before it were right. Only the id counts towards length();
+  // keep() tells which of the others were right, before anything else is done with the slot.
+  std::span<const int32_t> drafts;
   // The tokens after the first ids whose log-probabilities are wanted, at most one for each id.
   std::span<const int32_t> targets;
   int64_t top = 0;                               // most likely tokens scored beside each target,
@@ -84,22 +89,28 @@ class Session {
   // next call.
   virtual ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) = 0;
 
-  // Begins to append tokens to distinct slots, and to draw the next token of each. On the GPU they
-  // pass the layers together, and logits are not copied to the host; single tokens are best put in
-  // front of others. Targets are scored when the call returns. Returns the call's number, for
-  // drawn().
+  // Begins to append tokens to distinct slots, and to draw the next token of each: a row, or for an
+  // entry with drafts a row for the id and for each draft, in this order; draws: of each row. On
+  // the GPU they pass the layers together, and logits are not copied to the host; single tokens are
+  // best put in front of others. Targets are scored when the call returns. Returns the call's
+  // number, for drawn().
   virtual int64_t append_and_draw(std::span<const NewTokens> tokens,
                                   std::span<const Draw> draws) = 0;
-  // Stands for the token that the call before draws as this entry, and that may not be known yet.
+  // Stands for the token that the call before draws as this row, and that may not be known yet.
   // It counts towards length() once that call has been asked for its tokens; nothing else may be
   // done with its slot until then.
-  static constexpr int32_t the_drawn(int64_t entry) { return static_cast<int32_t>(-1 - entry); }
-  // Waits for the tokens of such a call, kNoToken where none could be drawn. Calls are asked in
-  // their order, or never.
+  static constexpr int32_t the_drawn(int64_t row) { return static_cast<int32_t>(-1 - row); }
+  // Waits for the tokens of such a call's rows, kNoToken where none could be drawn. Calls are asked
+  // in their order, or never.
   virtual void drawn(int64_t call, std::span<int32_t> next) = 0;
   // How many calls may begin after one that will still be asked for its tokens. With 1, the device
   // computes a step while the host works on the results of the one before.
   virtual int64_t draws_ahead() const { return 0; }
+  // Appends the first drafts of the last call, which turned out right, and gives back the room of
+  // the others.
+  void keep(int64_t slot, std::span<const int32_t> drafts);
+  // The time of a step with so many rows, in steps with one.
+  virtual double step_cost(int64_t rows) const = 0;
 
   // Appends ids to the slot's sequence like append(), and passes on the logits after every one of
   // them: rows [n, V] after ids first, first + 1, ..., valid during the call. On the GPU they are
@@ -107,8 +118,8 @@ class Session {
   using OnLogits = std::function<void(int64_t first, ConstMatrixF logits)>;
   virtual void append_logits(int64_t slot, std::span<const int32_t> ids,
                              const OnLogits& on_logits) = 0;
-  // Log-probabilities, without penalties, of entry `row` of the tokens that drawn() gave last. The
-  // token is not kNoToken, and its Draw asked for them.
+  // Log-probabilities, without penalties and biases, of row `row` of the tokens that drawn() gave
+  // last. The token is not kNoToken, and its Draw asked for them.
   virtual TokenLogProbs drawn_log_probs(int64_t row) = 0;
 
   // Forgets the slot's sequence and prepares for one that begins with ids. Returns how many of them
@@ -129,7 +140,8 @@ class Session {
   void discard(int64_t slot);
   int64_t length(int64_t slot) const { return blocks_.length(slot); }
   int64_t slots() const { return plan_.slots; }
-  int64_t capacity() const { return plan_.capacity; }  // tokens per sequence
+  int64_t draft_tokens() const { return plan_.draft_tokens; }  // of a call, at most
+  int64_t capacity() const { return plan_.capacity; }          // tokens per sequence
   // Prompt tokens per pass through the layers; calls that append more run several passes.
   virtual int64_t prefill_tokens() const = 0;
   virtual const ModelConfig& config() const = 0;
@@ -138,7 +150,8 @@ class Session {
 
  protected:
   struct CachePlan {
-    int64_t slots = 0, capacity = 0, blocks = 0, block_tokens = 0;
+    int64_t slots = 0, capacity = 0, blocks = 0, block_tokens = 0, draft_tokens = 0;
+    int64_t rows() const { return slots + draft_tokens; }  // of a call, at most
     int64_t blocks_each() const { return (capacity + block_tokens - 1) / block_tokens; }
   };
   explicit Session(const CachePlan& plan);
@@ -151,6 +164,9 @@ class Session {
   // Makes room for ids. InputError when there are none, or they do not fit the sequence or the
   // cache.
   void make_room(int64_t slot, std::span<const int32_t> ids);
+  // Checks the entries and the draws of a call, and makes room for their tokens and drafts.
+  void make_room(std::span<const NewTokens> tokens, std::span<const Draw> draws);
+  int64_t rows() const { return plan_.rows(); }
   // Makes room for one token of each of these slots.
   std::vector<ForwardSequence> one_each(std::span<const int64_t> slots,
                                         std::span<const int32_t> ids);
@@ -168,8 +184,8 @@ class Session {
  private:
   // A token that was appended before it was known.
   struct Unknown {
-    int64_t call = 0;   // that drew it
-    int64_t entry = 0;  // there
+    int64_t call = 0;  // that drew it
+    int64_t row = 0;   // there
     int64_t slot = 0;
   };
 

@@ -17,10 +17,11 @@ class SessionCpu : public Session {
 
   std::span<const float> append(int64_t slot, std::span<const int32_t> ids) override;
   ConstMatrixF decode(std::span<const int64_t> slots, std::span<const int32_t> ids) override;
-  // Single tokens in front pass the layers together, others one sequence after the other. All are
-  // known: nothing is drawn ahead.
+  // Single tokens in front, and their drafts, pass the layers together, others one sequence after
+  // the other. All are known: nothing is drawn ahead.
   int64_t append_and_draw(std::span<const NewTokens> tokens, std::span<const Draw> draws) override;
   void drawn(int64_t call, std::span<int32_t> next) override;
+  double step_cost(int64_t rows) const override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
   TokenLogProbs drawn_log_probs(int64_t row) override;
@@ -46,13 +47,13 @@ class SessionCpu : public Session {
   ForwardState state_;
   KvCache cache_;
   int64_t prefill_tokens_;
-  Buffer<float> hidden_;  // [max(prefill tokens, slots), D]
-  Buffer<float> logits_;  // [slots, V]
+  Buffer<float> hidden_;  // [max(prefill tokens, rows), D]
+  Buffer<float> logits_;  // [rows, V]
   struct Drawn {
     int32_t id = kNoToken;
     int64_t top = 0, vocab = 0;
   };
-  std::vector<Drawn> drawn_;  // [slots] from logits_
+  std::vector<Drawn> drawn_;  // [rows] from logits_
   int64_t calls_ = 0;         // that drew
 };
 

@@ -40,6 +40,11 @@ bool draws_alike(const Draw& a, const Draw& b) {
          a.sampler.min_p == b.sampler.min_p;
 }
 
+// Steps of a 2b model with sparse layers, in steps of one sequence, on an H200
+// (bench/results/2026-11-23-h200-decode.txt): 1.5 for two, 1.6 for four, 2.1 for eight. Dense ones
+// gain more by each further row.
+constexpr double kTwoRows = 1.45, kRowCost = 0.1;
+
 }  // namespace
 
 SessionCuda::CachePlan SessionCuda::full_plan(const ModelConfig& config,
@@ -55,9 +60,9 @@ SessionCuda::CachePlan SessionCuda::full_plan(const ModelConfig& config,
 
 ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionOptions& options) {
   const int64_t prefill = checked_prefill_tokens(options, kPrefillTokens);
-  // Pieces of prompts and one token of each other sequence.
-  return {.max_tokens = std::min(prefill, cache.capacity * cache.slots) + cache.slots,
-          .max_sequences = cache.slots,
+  // Pieces of prompts, one token of each other sequence, and drafts, which count as sequences.
+  return {.max_tokens = std::min(prefill, cache.capacity * cache.slots) + cache.rows(),
+          .max_sequences = cache.rows(),
           .max_length = cache.capacity,
           .ffn = options.ffn,
           .eight_bit_cache = options.cache.eight_bits,
@@ -67,8 +72,8 @@ ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionO
 int64_t SessionCuda::other_bytes(const CudaContext& ctx, const ModelConfig& config,
                                  const CachePlan& cache, const SessionOptions& options) {
   return ForwardCuda::bytes_needed(ctx, config, forward_plan(cache, options)) +
-         4 * std::max(cache.slots, kScoreRows) * (config.vocab_size + 2 * (2 + kMostTop)) +
-         cache.slots * (2 * config.width + 4 * cache.blocks_each());
+         4 * std::max(cache.rows(), kScoreRows) * (config.vocab_size + 2 * (2 + kMostTop)) +
+         cache.rows() * 2 * config.width + cache.slots * 4 * cache.blocks_each();
 }
 
 int64_t SessionCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& config,
@@ -109,21 +114,21 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
       prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
       forward_(ctx, model, forward_plan(full_plan(model.config(), options), options)),
       cache_(model.config(), slots(), capacity(), blocks(), options.cache.eight_bits),
-      logit_rows_(std::max(slots(), kScoreRows)),
+      logit_rows_(std::max(rows(), kScoreRows)),
       logits_(logit_rows_ * model.config().vocab_size),
-      next_(slots()),
-      last_rows_(slots()),
-      uniforms_(slots()),
-      last_hidden_(slots() * model.config().width),
+      next_(rows()),
+      last_rows_(rows()),
+      uniforms_(rows()),
+      last_hidden_(rows() * model.config().width),
       targets_(logit_rows_),
       log_probs_(logit_rows_ * (1 + kMostTop)),
-      penalized_(slots()),
+      penalized_(rows()),
       host_logits_(slots() * model.config().vocab_size),
       graphs_(kMaxGraphs) {
   for (Results& results : results_) {
     results.next = PinnedBuffer<int32_t>(next_.size());
     results.log_probs = PinnedBuffer<TokenLogProb>(log_probs_.size());
-    results.top.resize(static_cast<size_t>(slots()));
+    results.top.resize(static_cast<size_t>(rows()));
   }
   forward_.make_screens();  // last, with the memory that is left
 }
@@ -136,6 +141,7 @@ void SessionCuda::show(int64_t slot, std::span<const int32_t> table, int64_t len
 }
 
 std::span<const float> SessionCuda::append(int64_t slot, std::span<const int32_t> ids) {
+  make_room(slot, ids);
   const NewTokens tokens{.slot = slot, .ids = ids};
   enqueue_packed({&tokens, 1});
   appended(slot, ids);
@@ -145,7 +151,7 @@ std::span<const float> SessionCuda::append(int64_t slot, std::span<const int32_t
 }
 
 ConstMatrixF SessionCuda::decode(std::span<const int64_t> slots, std::span<const int32_t> ids) {
-  enqueue_decode(slots, ids, {});
+  enqueue_decode(ids, one_each(slots, ids), {});
   for (size_t i = 0; i < slots.size(); ++i) appended(slots[i], ids.subspan(i, 1));
   const ConstMatrixF logits = read_logits(std::ssize(slots));
   count_tokens(std::ssize(slots));
@@ -154,24 +160,32 @@ ConstMatrixF SessionCuda::decode(std::span<const int64_t> slots, std::span<const
 
 int64_t SessionCuda::append_and_draw(std::span<const NewTokens> tokens,
                                      std::span<const Draw> draws) {
+  make_room(tokens, draws);
   const std::vector<float> uniforms = uniforms_of(draws);
   const auto is_single = [](const NewTokens& one) {
     return one.ids.size() == 1 && one.targets.empty();
   };
+  // A draft is staged like a single token of a sequence: the layers store its key and value before
+  // they attend, so that those behind it read them.
+  std::vector<NewTokens> rows;
   int64_t count = 0;
-  for (const NewTokens& one : tokens) count += std::ssize(one.ids);
+  for (const NewTokens& one : tokens) {
+    rows.push_back(one);
+    for (const int32_t& draft : one.drafts) rows.push_back({.slot = one.slot, .ids = {&draft, 1}});
+    count += std::ssize(one.ids) + std::ssize(one.drafts);
+  }
   const float* on_device = uniforms_.data();
-  if (std::ranges::all_of(tokens, is_single)) {
-    std::vector<int64_t> slots;
+  if (std::ranges::all_of(rows, is_single)) {
+    std::vector<ForwardSequence> sequences;
     std::vector<int32_t> ids;
-    for (const NewTokens& one : tokens) {
-      slots.push_back(one.slot);
+    for (const NewTokens& one : rows) {
+      sequences.push_back({.tokens = 1, .slot = one.slot});
       ids.push_back(one.ids[0]);
     }
-    enqueue_decode(slots, ids, uniforms);
+    enqueue_decode(ids, sequences, uniforms);
     on_device = forward_.batch().device(count, count).uniforms;
   } else {
-    enqueue_packed(tokens);
+    enqueue_packed(rows);
     send(ctx_, uniforms_.data(), uniforms);
   }
   appended(calls_ + 1, tokens);
@@ -245,7 +259,7 @@ void SessionCuda::penalize(std::span<const Draw> draws) {
   std::vector<SeenToken> seen;
   for (size_t i = 0; i < draws.size(); ++i) {
     const SamplerOptions& sampler = draws[i].sampler;
-    if (!sampler.penalizes() || draws[i].seen.empty()) continue;
+    if (draws[i].seen.empty()) continue;
     const int64_t begin = std::ssize(seen);
     seen.insert(seen.end(), draws[i].seen.begin(), draws[i].seen.end());
     rows.push_back({.row = static_cast<int64_t>(i),
@@ -288,13 +302,12 @@ std::vector<ActiveNeurons> SessionCuda::active_neurons() const {
 }
 
 void SessionCuda::enqueue_packed(std::span<const NewTokens> tokens) {
-  TWELL_CHECK(!tokens.empty() && std::ssize(tokens) <= slots(), "tokens of {} sequences for {}",
-              tokens.size(), slots());
+  TWELL_CHECK(!tokens.empty() && std::ssize(tokens) <= rows(), "{} rows for {}", tokens.size(),
+              rows());
   int64_t single = 0;  // sequences with one new token: a pass has room for them besides prompts
   for (const NewTokens& one : tokens) {
     TWELL_CHECK(one.targets.size() <= one.ids.size(), "{} scores of {} tokens", one.targets.size(),
                 one.ids.size());
-    make_room(one.slot, one.ids);
     single += one.ids.size() == 1;
   }
   const int64_t room = std::min(prefill_tokens_ + single, forward_.plan().max_tokens);
@@ -388,10 +401,11 @@ void SessionCuda::enqueue_layers(int64_t sequences) {
   forward_.logits(forward_.hidden(), sequences, logits_.data());
 }
 
-void SessionCuda::enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
+void SessionCuda::enqueue_decode(std::span<const int32_t> ids,
+                                 std::span<const ForwardSequence> sequences,
                                  std::span<const float> uniforms) {
-  const int64_t count = std::ssize(slots);
-  forward_.stage(ids, one_each(slots, ids), &cache_, uniforms, next_.data());
+  const int64_t count = std::ssize(sequences);
+  forward_.stage(ids, sequences, &cache_, uniforms, next_.data());
   Graph& graph = graphs_.at({count, forward_.path()}, forward_.ffn_plans().revision());
   if (!graph.warm) {
     enqueue_layers(count);
@@ -454,6 +468,10 @@ int64_t SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms
   results.copied.record(ctx_.stream());
   results.tokens = tokens;
   return ++calls_;
+}
+
+double SessionCuda::step_cost(int64_t rows) const {
+  return rows <= 1 ? 1.0 : kTwoRows + kRowCost * static_cast<double>(rows - 2);
 }
 
 void SessionCuda::count_tokens(int64_t new_tokens) {

@@ -33,6 +33,7 @@ class SessionCuda : public Session {
   int64_t append_and_draw(std::span<const NewTokens> tokens, std::span<const Draw> draws) override;
   void drawn(int64_t call, std::span<int32_t> next) override;
   int64_t draws_ahead() const override { return std::ssize(results_) - 1; }
+  double step_cost(int64_t rows) const override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
   TokenLogProbs drawn_log_probs(int64_t row) override;
@@ -56,8 +57,8 @@ class SessionCuda : public Session {
   static int64_t other_bytes(const CudaContext& ctx, const ModelConfig& config,
                              const CachePlan& cache, const SessionOptions& options);
   void show(int64_t slot, std::span<const int32_t> table, int64_t length) override;
-  // Enqueues the layers and the output head, for the last token of each sequence. Tokens are
-  // packed, and waited for where scores are wanted.
+  // Enqueues the layers and the output head, for the last token of each entry, for which there is
+  // room. Tokens are packed, and waited for where scores are wanted.
   void enqueue_packed(std::span<const NewTokens> tokens);
   // A part of a sequence's new tokens in a pass through the layers.
   struct Piece {
@@ -68,15 +69,15 @@ class SessionCuda : public Session {
   // Adds the scores of the pieces' targets, once the pass is enqueued.
   void score(std::span<const Piece> pieces);
   // The same for one token of each sequence, as a graph.
-  void enqueue_decode(std::span<const int64_t> slots, std::span<const int32_t> ids,
+  void enqueue_decode(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
                       std::span<const float> uniforms);
   void enqueue_layers(int64_t sequences);
   ConstMatrixF read_logits(int64_t rows);
   // What a call that draws leaves in page-locked memory.
   struct Results {
-    PinnedBuffer<int32_t> next;            // [slots]
+    PinnedBuffer<int32_t> next;            // [rows]
     PinnedBuffer<TokenLogProb> log_probs;  // [logit_rows, 1 + kMostTop]
-    std::vector<int64_t> top;              // [slots] most likely tokens wanted of each draw
+    std::vector<int64_t> top;              // [rows] most likely tokens wanted of each draw
     CudaEvent copied;
     int64_t tokens = 0;  // that passed the layers
   };
@@ -101,19 +102,19 @@ class SessionCuda : public Session {
   int64_t prefill_tokens_;
   ForwardCuda forward_;
   KvCacheCuda cache_;
-  int64_t logit_rows_;                       // slots or, if more, rows scored together
+  int64_t logit_rows_;                       // rows or, if more, rows scored together
   DeviceBuffer<float> logits_;               // [logit_rows, V]
-  DeviceBuffer<int32_t> next_;               // [slots]
-  DeviceBuffer<int32_t> last_rows_;          // [slots] rows of packed sequences' last tokens
-  DeviceBuffer<float> uniforms_;             // [slots] for packed sequences
-  DeviceBuffer<__nv_bfloat16> last_hidden_;  // [slots, D] for packed sequences
+  DeviceBuffer<int32_t> next_;               // [rows]
+  DeviceBuffer<int32_t> last_rows_;          // [rows] of packed sequences' last tokens
+  DeviceBuffer<float> uniforms_;             // [rows] for packed sequences
+  DeviceBuffer<__nv_bfloat16> last_hidden_;  // [rows, D] for packed sequences
   DeviceBuffer<int32_t> targets_;            // [logit_rows] to be scored
   DeviceBuffer<TokenLogProb> log_probs_;     // [logit_rows, 1 + kMostTop]
   std::array<Results, 2> results_;           // of the calls that draw, in turn
   int64_t calls_ = 0;                        // begun
   int64_t asked_ = 0;                        // the one whose tokens were asked for last
   PenalizeCuda penalties_;                   // of the draw under way
-  DeviceBuffer<PenalizedRow> penalized_;     // [slots]
+  DeviceBuffer<PenalizedRow> penalized_;     // [rows]
   DeviceBuffer<SeenToken> seen_;             // grows with the longest list so far
   DeviceBuffer<float> before_;
   PinnedBuffer<float> host_logits_;  // [slots, V]

@@ -209,7 +209,8 @@ route::Batch ForwardCuda::staged_batch(bool observed, bool one_kernel) const {
           .observed = observed,
           .most_new = staged_.max_q_len,
           .most_keys = staged_.max_kv_len,
-          .one_kernel = one_kernel};
+          .one_kernel = one_kernel,
+          .repeats = staged_.repeats};
 }
 
 void ForwardCuda::find_sparse_layers() {

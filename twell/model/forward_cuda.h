@@ -85,9 +85,10 @@ class ForwardCuda {
 
   // Checks the batch, advances the cache, whose blocks must have room, and enqueues the copies of
   // the batch's description and of the cache's tables, once the device has begun with the batch
-  // before. InputError when a sequence would exceed the context or the cache's capacity. uniforms,
-  // one per sequence or none, are copied to the device too, for a sampler. drawn: device memory; an
-  // id below 0 stands for drawn[-1 - id].
+  // before. Consecutive sequences may be of one slot: each goes on where the one before ends, and
+  // attends to it. InputError when a sequence would exceed the context or the cache's capacity.
+  // uniforms, one per sequence or none, are copied to the device too, for a sampler. drawn: device
+  // memory; an id below 0 stands for drawn[-1 - id].
   void stage(std::span<const int32_t> ids, std::span<const ForwardSequence> sequences,
              KvCacheCuda* cache, std::span<const float> uniforms = {},
              const int32_t* drawn = nullptr);
@@ -137,6 +138,7 @@ class ForwardCuda {
   struct Staged {
     int64_t tokens = 0, sequences = 0, max_q_len = 0, max_kv_len = 0;
     bool uniform = false;  // equally long whole sequences, no cache
+    bool repeats = false;  // several of them are one slot's
     KvCacheCuda* cache = nullptr;
     const int32_t* drawn = nullptr;
     std::vector<SequenceGroup> groups;

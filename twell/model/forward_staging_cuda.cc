@@ -46,6 +46,10 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
                 "sequence {} of {} tokens, {} of {} ids are left", i, tokens, staged_.tokens - row,
                 staged_.tokens);
     const int64_t past = cache == nullptr ? 0 : cache->length(slot);
+    staged_.repeats =
+        staged_.repeats || (cache != nullptr && i > 0 && slot == sequences[i - 1].slot);
+    TWELL_CHECK(past + tokens <= plan_.max_length,
+                "{} tokens behind {} in a forward planned for {}", tokens, past, plan_.max_length);
     host.q_begin[i] = static_cast<int32_t>(row);
     host.q_len[i] = static_cast<int32_t>(tokens);
     host.kv_len[i] = static_cast<int32_t>(past + tokens);

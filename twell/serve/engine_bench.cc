@@ -53,6 +53,7 @@ class WaitingSession final : public Session {
     known(call, next);
   }
   int64_t draws_ahead() const override { return ahead_; }
+  double step_cost(int64_t) const override { return 1.0; }
   void append_logits(int64_t, std::span<const int32_t>, const OnLogits&) override {}
   TokenLogProbs drawn_log_probs(int64_t) override { return {}; }
   std::vector<ActiveNeurons> active_neurons() const override {

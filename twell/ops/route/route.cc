@@ -52,7 +52,8 @@ LayersPath layers_path(const Layers& layers, const Batch& batch) {
   const bool slides = layers.window > 0 && batch.most_keys > layers.window;
   const bool few = batch.tokens >= 1 && batch.tokens <= layers.norm_tokens &&
                    layers.head_dim % 16 == 0 && !layers.qk_norm && !layers.o_bias;
-  if (batch.most_new == 1 && batch.tokens <= layers.one_kernel_tokens && !slides) {
+  if (batch.most_new == 1 && !batch.repeats && batch.tokens <= layers.one_kernel_tokens &&
+      !slides) {
     const bool pays = batch.tokens <= one_kernel_pays(layers.sparse) || !few;
     if (pays || batch.one_kernel) return LayersPath::kOneKernel;
   }

@@ -39,6 +39,9 @@ struct Batch {
   int64_t most_new = 0;     // tokens of a sequence
   int64_t most_keys = 0;    // of a sequence, its past included
   bool one_kernel = false;  // run one kernel however many sequences there are
+  // Some sequence has several of the tokens, each of which is staged as one of its own: they attend
+  // to keys that the kernel of all layers would still be writing.
+  bool repeats = false;
 };
 
 // Most tokens that one kernel of all layers takes for such a model, given that `most` fit into the
