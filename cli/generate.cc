@@ -131,6 +131,7 @@ class Output {
   Output(const GenerateArguments& arguments, const std::vector<Prompt>& prompts)
       : prompts_(prompts),
         log_probs_(arguments.generate.log_probs),
+        speculates_(arguments.generate.speculate > 0),
         streams_(prompts.size() == 1 && !arguments.json),
         json_(arguments.json),
         echo_(!arguments.chat),
@@ -184,12 +185,14 @@ class Output {
                            {"stop", stop_reason_name(generation.reason)},
                            {"prefill_s", generation.prefill_seconds},
                            {"decode_s", generation.decode_seconds}};
+    if (speculates_) line["drafted"] = generation.drafted;
+    if (speculates_) line["accepted"] = generation.accepted;
     if (log_probs_) line["log_probs"] = generation.log_probs;
     return json_text(line);
   }
 
   const std::vector<Prompt>& prompts_;
-  bool log_probs_, streams_, json_, echo_;
+  bool log_probs_, speculates_, streams_, json_, echo_;
   bool first_ = true;
   std::vector<std::optional<Generation>> done_;
   size_t next_ = 0;  // first generation not printed yet
@@ -201,17 +204,27 @@ void print_summary_line(const std::string& line) {
 }
 
 void print_summary(const Output& output, double seconds, Session& session,
-                   const std::string& device) {
+                   const std::string& device, bool speculates) {
   const std::string active = fmt::format("{:.1f} of {} FFN neurons active per token and layer; {}",
                                          session.nnz_per_token(), session.config().ffn, device);
+  std::string guessed;
+  if (speculates) {
+    int64_t drafted = 0, accepted = 0;
+    for (const std::optional<Generation>& generation : output.generations()) {
+      if (!generation) continue;
+      drafted += generation->drafted;
+      accepted += generation->accepted;
+    }
+    guessed = fmt::format("guessed {} tokens, {} right; ", drafted, accepted);
+  }
   if (output.generations().size() == 1) {
     const Generation& one = output.generations().front().value();
     const auto tokens = static_cast<double>(one.ids.size());
-    print_summary_line(
-        fmt::format("[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; {}]",
-                    one.ids.size(), tokens / one.decode_seconds, one.prompt_tokens,
-                    static_cast<double>(one.prompt_tokens) / one.prefill_seconds,
-                    stop_reason_name(one.reason), active));
+    print_summary_line(fmt::format(
+        "[{} tokens, {:.1f} tok/s; prompt {} tokens, {:.1f} tok/s; stopped at: {}; {}{}]",
+        one.ids.size(), tokens / one.decode_seconds, one.prompt_tokens,
+        static_cast<double>(one.prompt_tokens) / one.prefill_seconds, stop_reason_name(one.reason),
+        guessed, active));
     return;
   }
   int64_t answered = 0, tokens = 0, prompt_tokens = 0;
@@ -221,9 +234,9 @@ void print_summary(const Output& output, double seconds, Session& session,
     tokens += std::ssize(generation->ids);
     prompt_tokens += generation->prompt_tokens;
   }
-  print_summary_line(fmt::format("[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}]",
+  print_summary_line(fmt::format("[{} prompts of {} tokens; {} new tokens, {:.1f} tok/s; {}{}]",
                                  answered, prompt_tokens, tokens,
-                                 static_cast<double>(tokens) / seconds, active));
+                                 static_cast<double>(tokens) / seconds, guessed, active));
 }
 
 int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
@@ -245,13 +258,15 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   // Validate all input before loading the weights.
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  const SessionOptions planned =
-      plan_cache(common, config,
-                 {.slots = talks ? 1 : std::min(arguments.batch, std::ssize(prompts)),
-                  .capacity = talks ? std::min(config.context, kConversationTokens)
-                                    : session_capacity(config, tokenizer, prompts, options),
-                  .ffn = policy,
-                  .cache = {.eight_bits = arguments.cache_8bit}});
+  const SessionOptions planned = plan_cache(
+      common, config,
+      {.slots = talks ? 1 : std::min(arguments.batch, std::ssize(prompts)),
+       .capacity = talks ? std::min(config.context, kConversationTokens)
+                         : session_capacity(config, tokenizer, prompts, options),
+       .ffn = policy,
+       .draft_tokens = draft_tokens_of(options.speculate,
+                                       talks ? 1 : std::min(arguments.batch, std::ssize(prompts))),
+       .cache = {.eight_bits = arguments.cache_8bit}});
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
 
@@ -269,7 +284,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
     }
     output.add(asked[static_cast<size_t>(request)], std::move(generation));
   };
-  Scheduler scheduler(*session, tokenizer);
+  Scheduler scheduler(*session, tokenizer, {.speculate = options.speculate});
   for (size_t i = 0; i < prompts.size(); ++i) {
     if (!prompts[i].fault.empty()) continue;
     scheduler.submit(text_request(config, tokenizer, prompts[i].text, options, on_done));
@@ -280,7 +295,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   }
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   if (!arguments.json && !arguments.quiet) {
-    print_summary(output, elapsed.count(), *session, engine->device());
+    print_summary(output, elapsed.count(), *session, engine->device(), options.speculate > 0);
   }
   if (stop) return interrupted_exit_code();
   const auto faulty = [](const Prompt& prompt) { return !prompt.fault.empty(); };
@@ -319,6 +334,7 @@ void add_generate_command(Command& root, CommonOptions& common) {
   command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
   add_ffn_option(command, arguments->ffn, "Execution of the FFN layers");
+  add_speculate_option(command, options.speculate);
   command.flag(
       "--cache-8bit", &arguments->cache_8bit,
       "Keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a "
@@ -342,6 +358,13 @@ void add_generate_command(Command& root, CommonOptions& common) {
                 "Keep the most likely tokens that together hold this share of probability");
   command.value("--min-p", &options.sampler.min_p, "P",
                 "Drop tokens less likely than this times the most likely one");
+  command.value("--presence-penalty", &options.sampler.presence_penalty, "X",
+                "Taken once from the logits of tokens that the new text has");
+  command.value("--frequency-penalty", &options.sampler.frequency_penalty, "X",
+                "Taken from a token's logit for each time that the new text has it");
+  command.value("--repetition-penalty", &options.sampler.repetition_penalty, "X",
+                "Divides positive logits of tokens that the prompt or the new text has, and "
+                "multiplies negative ones; 1: none");
   add_compute_options(command, common);
   command.footer(
       "Example:\n  twell generate --checkpoint runs/first/checkpoint --prompt 'The ' "

@@ -5,12 +5,14 @@
 #include <fmt/core.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 
 #include "twell/base/error.h"
 #include "twell/checkpoint/quantization.h"
+#include "twell/infer/prompt_draft.h"
 #include "twell/model/config.h"
 #include "twell/train/run_folder.h"
 
@@ -83,6 +85,18 @@ Option& add_preset_option(Command& command, std::string& name, std::string help)
 
 Option& add_out_option(Command& command, CommonOptions& common, std::string help) {
   return command.value("--out", &common.out, "DIR", std::move(help));
+}
+
+void add_speculate_option(Command& command, int64_t& speculate) {
+  command
+      .value("--speculate", &speculate, "N",
+             "Guess up to N tokens from a sequence's own text and check them in one step: faster "
+             "where the text repeats its prompt or itself, the same text but for ties; 0: none")
+      .range(0, kMostDraft);
+}
+
+int64_t draft_tokens_of(int64_t speculate, int64_t slots) {
+  return std::min(speculate * slots, std::max<int64_t>(speculate, kMostDraft));
 }
 
 void add_weights_option(Command& command, CommonOptions& common) {

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // twell serve: OpenAI's API over HTTP for one model.
+#include <fcntl.h>
 #include <fmt/core.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -16,6 +21,8 @@
 #include "cli/process.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/serve/allowed_origins.h"
+#include "twell/serve/fingerprint.h"
 #include "twell/serve/server.h"
 
 namespace twell::cli {
@@ -26,6 +33,7 @@ struct ServeArguments {
   std::string host = "127.0.0.1";
   int64_t port = 8000;
   std::filesystem::path api_key_file;
+  std::filesystem::path log_requests;
   int64_t batch = 32;
   int64_t context = 0;
   int64_t cache_mib = 0;
@@ -69,12 +77,50 @@ void allow_open_files() {
   ::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
+// Lines at the end of a file, each written at once, so that other programs may write to it too. The
+// server goes on where the disk is full.
+class LineLog {
+ public:
+  explicit LineLog(const std::filesystem::path& path) : name_(path.string()) {
+    if (name_ == "-") {
+      file_ = STDOUT_FILENO;
+      return;
+    }
+    file_ = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+    TWELL_REQUIRE(file_ >= 0, "--log-requests {}: cannot be written ({})", name_,
+                  std::strerror(errno));
+  }
+  ~LineLog() {
+    if (file_ != STDOUT_FILENO) ::close(file_);
+  }
+  LineLog(const LineLog&) = delete;
+  LineLog& operator=(const LineLog&) = delete;
+
+  void write(const std::string& line) {
+    const ssize_t written = ::write(file_, line.data(), line.size());
+    if (written == static_cast<ssize_t>(line.size()) || failed_.exchange(true)) return;
+    print_error("twell: --log-requests {}: lines are lost ({})\n", name_,
+                written < 0 ? std::strerror(errno) : "no room");
+  }
+
+ private:
+  std::string name_;
+  int file_ = -1;
+  std::atomic<bool> failed_{false};
+};
+
 int run_serve(const CommonOptions& common, ServeArguments& arguments) {
   ServerOptions& options = arguments.server;
   TWELL_REQUIRE(!arguments.host.empty(),
                 "--host is empty: 127.0.0.1 is this machine alone, 0.0.0.0 every address");
   allow_open_files();
   if (!arguments.api_key_file.empty()) options.keys = ApiKeys::load(arguments.api_key_file);
+  const AllowedOrigins checked(options.allowed_origins);
+  std::optional<LineLog> log;
+  if (!arguments.log_requests.empty()) {
+    log.emplace(arguments.log_requests);
+    options.log_request = [&log](const std::string& line) { log->write(line); };
+  }
   const FfnPolicy policy = parse_ffn_policy(arguments.ffn);
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
@@ -96,11 +142,16 @@ int run_serve(const CommonOptions& common, ServeArguments& arguments) {
       {.slots = arguments.batch,
        .capacity = arguments.context > 0 ? arguments.context : std::min(context, kDefaultContext),
        .ffn = policy,
+       .draft_tokens = draft_tokens_of(options.speculate, arguments.batch),
        .cache = {.eight_bits = arguments.cache_8bit}},
       arguments.cache_mib << 20);
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
   options.joules = engine->joules();
+  options.fingerprint = system_fingerprint(
+      common.checkpoint,
+      std::vector<std::string>{TWELL_VERSION, engine->device(), arguments.ffn, common.weights,
+                               arguments.cache_8bit ? "8-bit cache" : ""});
 
   Server server(*session, tokenizer, chat ? &*chat : nullptr, options);
   const int port = server.bind(arguments.host, static_cast<int>(arguments.port));
@@ -132,9 +183,18 @@ void add_serve_command(Command& root, CommonOptions& common) {
       .range(0, 65535);
   command.value("--api-key-file", &arguments->api_key_file, "FILE",
                 "Keys that clients must send, a line each; without it everyone is served");
+  command
+      .value("--cors-origin", &arguments->server.allowed_origins, "ORIGIN",
+             "A site whose pages may use the server from a browser, such as https://chat.example "
+             "or http://localhost:3000; *: any site")
+      .several_values();
+  command.value("--log-requests", &arguments->log_requests, "FILE",
+                "Append a line of JSON for each request: time, path, status, tokens, seconds; no "
+                "texts and no keys; -: to standard output");
   command.value("--model-name", &arguments->server.model, "NAME",
                 "The model's name in requests and replies; by default the folder's name");
   add_ffn_option(command, arguments->ffn, "Execution of the FFN layers");
+  add_speculate_option(command, arguments->server.speculate);
   command.group("Limits");
   command
       .value("--batch", &arguments->batch, "N",

@@ -163,6 +163,45 @@ class ServeTest(unittest.TestCase):
                          choice.logprobs.content)
         self.assertEqual(chunks[-1].usage, answer.usage)
 
+    def test_responses(self):
+        create = self.openai.responses.create
+        chat = self.openai.chat.completions.create(
+            model="model", temperature=0, max_tokens=12,
+            messages=[{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}])
+        whole = create(model="model", instructions="Be brief", input="Hi", max_output_tokens=12, temperature=0)
+        self.assertEqual(whole.output_text, chat.choices[0].message.content)
+        self.assertEqual(whole.usage.input_tokens, chat.usage.prompt_tokens)
+        self.assertEqual(whole.usage.output_tokens, chat.usage.completion_tokens)
+        self.assertEqual(whole.status, "completed" if chat.choices[0].finish_reason == "stop" else "incomplete")
+        events = list(create(model="model", instructions="Be brief", input=[{"role": "user", "content": "Hi"}],
+                             max_output_tokens=12, temperature=0, stream=True))
+        self.assertEqual([event.sequence_number for event in events], list(range(len(events))))
+        types = [event.type for event in events]
+        self.assertEqual(types[:4], ["response.created", "response.in_progress", "response.output_item.added",
+                                     "response.content_part.added"])
+        self.assertEqual(set(types[4:-4]), {"response.output_text.delta"})
+        self.assertEqual(types[-4:], ["response.output_text.done", "response.content_part.done",
+                                      "response.output_item.done", "response." + whole.status])
+        self.assertEqual("".join(e.delta for e in events if e.type == "response.output_text.delta"),
+                         whole.output_text)
+        self.assertEqual(events[-1].response.output_text, whole.output_text)
+        self.assertEqual(events[-1].response.usage.output_tokens, whole.usage.output_tokens)
+        with self.openai.responses.stream(model="model", input="Hi", max_output_tokens=3) as stream:
+            self.assertIn([event.type for event in stream][-1], ("response.completed", "response.incomplete"))
+        # An answer goes back into the history as it came.
+        again = create(model="model", max_output_tokens=4, input=[
+            {"role": "user", "content": "Hi"}, *[item.model_dump() for item in whole.output],
+            {"role": "user", "content": "And?"}])
+        self.assertGreater(again.usage.input_tokens, whole.usage.input_tokens)
+        logged = create(model="model", input="Hi", max_output_tokens=4, top_logprobs=2,
+                        include=["message.output_text.logprobs"])
+        self.assertEqual(len(logged.output[0].content[0].logprobs[0].top_logprobs), 2)
+        for fields, param in (({"store": True}, "store"), ({"previous_response_id": "resp_1"}, "previous_response_id"),
+                              ({"input": []}, "input"), ({"input": "a " * 200}, "input")):
+            with self.assertRaises(openai.BadRequestError) as raised:
+                create(**{"model": "model", "input": "Hi", **fields})
+            self.assertEqual(raised.exception.param, param)
+
     def test_answers_go_back_into_the_history(self):
         """With a null in every field that was not used."""
         history = [{"role": "user", "content": "a"}]
@@ -207,6 +246,56 @@ class ServeTest(unittest.TestCase):
             self.openai.chat.completions.create(
                 model="model", messages=[{"role": "user", "content": "a"}],
                 tools=[{"type": "function", "function": {"name": "f"}}])
+
+    def test_biases(self):
+        plain = self.openai.completions.create(model="model", prompt="The cork", max_tokens=8,
+                                               temperature=0, logprobs=2)
+        tokens = self.post("/tokenize", {"prompt": plain.choices[0].text,
+                                         "add_special_tokens": False})[1]["tokens"]
+        for bias in ({str(tokens[0]): -100}, [[tokens[0], -100]],
+                     [[plain.choices[0].logprobs.tokens[0], -100]]):
+            answer = self.openai.completions.create(
+                model="model", prompt="The cork", max_tokens=1, temperature=0, logprobs=2,
+                extra_body={"logit_bias": bias})
+            found = answer.choices[0].logprobs
+            self.assertNotEqual(found.tokens[0], plain.choices[0].logprobs.tokens[0])
+            # Log-probabilities stay the model's.
+            self.assertEqual(found.top_logprobs[0][plain.choices[0].logprobs.tokens[0]],
+                             plain.choices[0].logprobs.token_logprobs[0])
+        answer = self.openai.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, seed=1,
+            logit_bias={str(tokens[0]): 100})
+        self.assertEqual(answer.choices[0].message.content,
+                         4 * self.post("/detokenize", {"tokens": [tokens[0]]})[1]["prompt"])
+        for bias, word in (({"400": 1}, "token 400"), ({"1": 101}, "101"), ({"x": "y"}, "y"),
+                           ([[1, 1]] * 1025, "1024")):
+            with self.assertRaises(openai.BadRequestError) as raised:
+                self.openai.completions.create(model="model", prompt="a", extra_body={"logit_bias": bias})
+            self.assertEqual(raised.exception.param, "logit_bias")
+            self.assertIn(word, raised.exception.message)
+
+    def test_penalties_equal_generate(self):
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            expected = self.served.generate("The cork", "--max-tokens", 24, "--temperature", 0,
+                                            "--" + name.replace("_", "-"), 1.5)
+            answer = self.post("/v1/completions", {"prompt": "The cork", "max_tokens": 24,
+                                                   "temperature": 0, name: 1.5})[1]
+            self.assertEqual(answer["choices"][0]["text"], expected["text"])
+
+    def test_fingerprint(self):
+        first = self.openai.completions.create(model="model", prompt="a", max_tokens=1)
+        self.assertRegex(first.model_extra["system_fingerprint"]
+                         if first.model_extra and "system_fingerprint" in first.model_extra
+                         else first.system_fingerprint, "^fp_[0-9a-f]{12}$")
+        chunks = self.openai.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, stream=True)
+        self.assertEqual({chunk.system_fingerprint for chunk in chunks}, {first.system_fingerprint})
+        for options, equal in (((), True), (("--ffn", "dense"), False), (("--cache-8bit",), False)):
+            other = Served(BINARY, *options)
+            with openai.OpenAI(base_url=other.url + "/v1", api_key="none") as client:
+                found = client.completions.create(model="model", prompt="a", max_tokens=1)
+            self.assertEqual(found.system_fingerprint == first.system_fingerprint, equal, options)
+            self.assertEqual(other.stop(), 0)
 
     def test_models(self):
         self.assertEqual([m.id for m in self.openai.models.list()], ["model"])
@@ -581,6 +670,86 @@ class OtherServersTest(unittest.TestCase):
         shutil.rmtree(keys.parent)
         self.assertEqual(served.stop(), 0)
 
+    def test_pages_of_other_sites(self):
+        preflight = ["Origin: https://chat.example", "Access-Control-Request-Method: POST",
+                     "Access-Control-Request-Headers: authorization,content-type"]
+        served = Served(BINARY)  # no site may use it
+        self.connection = Connection(served)
+        self.connection.send(request_bytes("OPTIONS", "/v1/completions", b"", preflight))
+        status, headers, _ = self.connection.reply()
+        self.assertEqual(status, 405)
+        self.assertNotIn("access-control-allow-origin", headers)
+        self.connection.close()
+        self.assertEqual(served.stop(), 0)
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="twell-keys-"))
+        (folder / "keys").write_text("secret\n")
+        served = Served(BINARY, "--cors-origin", "https://chat.example", "--api-key-file", folder / "keys")
+
+        def ask(method, path, headers, body=b""):
+            connection = Connection(served)
+            connection.send(request_bytes(method, path, body, headers))
+            reply = connection.reply()
+            connection.close()
+            return reply[:2]
+
+        status, headers = ask("OPTIONS", "/v1/chat/completions", preflight)
+        self.assertEqual(status, 200)
+        self.assertEqual(headers["access-control-allow-origin"], "https://chat.example")
+        self.assertEqual(headers["access-control-allow-methods"], "GET, POST")
+        self.assertEqual(headers["access-control-allow-headers"], "authorization,content-type")
+        self.assertEqual(headers["vary"], "Origin")
+        self.assertEqual(ask("OPTIONS", "/v1/models", ["Origin: https://evil.example", *preflight[1:]])[0], 403)
+        self.assertEqual(ask("OPTIONS", "/none", preflight)[0], 404)
+        self.assertEqual(ask("OPTIONS", "/v1/models", [])[0], 405)
+        key = "Authorization: Bearer secret"
+        for origin, allowed in (("https://chat.example", True), ("https://evil.example", False)):
+            for head, status in (([key], 200), ([], 401)):  # a page sees why it is refused
+                got, headers = ask("POST", "/tokenize", [f"Origin: {origin}", *head], {"prompt": "a"})
+                self.assertEqual(got, status)
+                self.assertEqual("access-control-allow-origin" in headers, allowed)
+        self.assertNotIn("access-control-allow-origin", ask("GET", "/health", [])[1])
+        shutil.rmtree(folder)
+        self.assertEqual(served.stop(), 0)
+
+    def test_log_of_requests(self):
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="twell-log-"))
+        log = folder / "log"
+        log.write_text('{"older": true}\n')
+        served = Served(BINARY, "--log-requests", log)
+        connection = Connection(served)
+        body = {"prompt": "secret words", "max_tokens": 5, "ignore_eos": True}
+        self.assertEqual(connection.post("/v1/completions", body, ["Authorization: Bearer secret"])[0], 200)
+        connection.send(request_bytes("POST", "/v1/completions", {**body, "stream": True, "n": 2}))
+        connection.reply()
+        self.assertEqual(connection.get("/health?secret=1")[0], 200)
+        self.assertEqual(connection.post("/v1/completions", {"prompt": "secret", "n": 0})[0], 400)
+        connection.send(request_bytes("GET", "/nothing"))
+        self.assertEqual(connection.reply()[0], 404)
+        connection.close()
+        gone = Connection(served)  # goes in the middle of a stream
+        gone.send(request_bytes("POST", "/v1/completions", {"prompt": ["a"] * 64, "max_tokens": 90,
+                                                            "ignore_eos": True, "stream": True}))
+        gone.head()
+        gone.close()
+        deadline = time.monotonic() + 30
+        while len(log.read_text().splitlines()) < 7 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        self.assertEqual(lines[0], {"older": True})
+        prompt = lines[1]["prompt_tokens"]
+        self.assertEqual([(line["method"], line["path"], line["status"], line["prompt_tokens"],
+                           line["completion_tokens"]) for line in lines[1:6]],
+                         [("POST", "/v1/completions", 200, prompt, 5), ("POST", "/v1/completions", 200, prompt, 10),
+                          ("GET", "/health", 200, None, None), ("POST", "/v1/completions", 400, None, None),
+                          ("GET", "/nothing", 404, None, None)])
+        self.assertEqual(lines[6]["status"], 499)
+        for line in lines[1:]:
+            self.assertRegex(line["time"], r"^20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")
+            self.assertGreaterEqual(line["seconds"], 0)
+        self.assertNotIn("secret", log.read_text())
+        self.assertEqual(served.stop(), 0)
+        shutil.rmtree(folder)
+
     def test_sigterm_finishes_what_runs(self):
         served = Served(BINARY)
         connections = [Connection(served) for _ in range(4)]
@@ -657,6 +826,8 @@ class OtherServersTest(unittest.TestCase):
                                (["--port", "70000"], "65535"),
                                (["--host", "192.0.2.1"], "192.0.2.1"), (["--host", ""], "--host"),
                                (["--allow-host", "no host"], "no host"),
+                               (["--cors-origin", "chat.example"], "chat.example"),
+                               (["--log-requests", "/no/such/file"], "/no/such/file"),
                                (["--api-key-file", "/no/such/file"], "/no/such/file"),
                                (["--api-key-file", model + "/config.json"], "line 2"),
                                (["--api-key-file", str(empty)], "no key in it"),

@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -27,6 +28,7 @@
 #include "twell/checkpoint/config_json.h"
 #include "twell/infer/engine.h"
 #include "twell/infer/generate.h"
+#include "twell/infer/prompt_draft.h"
 #include "twell/train/run_folder.h"
 #ifdef TWELL_HAVE_CUDA
 #include "twell/infer/engine_cuda.h"
@@ -119,6 +121,7 @@ struct EngineArguments {
   int threads = 0;
   int64_t slots = 16, context = 0;
   bool cache_8bit = false;
+  int64_t speculate = 0;
 };
 
 // A model that is loaded, and the scheduler of its requests.
@@ -129,6 +132,8 @@ class LoadedEngine {
         device_(device_index(arguments.device)),
         config_(load_config(folder_)),
         tokenizer_(Tokenizer::load(folder_ / "tokenizer.json")) {
+    TWELL_REQUIRE(arguments.speculate >= 0 && arguments.speculate <= kMostDraft,
+                  "speculate: from 0 to {} tokens, got {}", kMostDraft, arguments.speculate);
     TWELL_REQUIRE(arguments.context <= config_.context,
                   "context {} is longer than the model's context of {} tokens", arguments.context,
                   config_.context);
@@ -141,12 +146,14 @@ class LoadedEngine {
         no_chat_ = error.what();
       }
     }
-    const SessionOptions options{.slots = arguments.slots,
-                                 .capacity = arguments.context > 0
-                                                 ? arguments.context
-                                                 : std::min(config_.context, kDefaultContext),
-                                 .ffn = parse_ffn_policy(arguments.ffn),
-                                 .cache = {.eight_bits = arguments.cache_8bit}};
+    const SessionOptions options{
+        .slots = arguments.slots,
+        .capacity =
+            arguments.context > 0 ? arguments.context : std::min(config_.context, kDefaultContext),
+        .ffn = parse_ffn_policy(arguments.ffn),
+        .draft_tokens = std::min(arguments.speculate * arguments.slots,
+                                 std::max(arguments.speculate, kMostDraft)),
+        .cache = {.eight_bits = arguments.cache_8bit}};
 #ifdef TWELL_HAVE_CUDA
     if (device_ >= 0) {
       select_device();
@@ -164,7 +171,8 @@ class LoadedEngine {
     if (engine_ == nullptr) engine_ = std::make_unique<EngineCpu>(folder_, arguments.threads);
     policy_ = options.ffn;
     session_ = engine_->session(options);
-    scheduler_ = std::make_unique<Scheduler>(*session_, tokenizer_);
+    scheduler_ = std::make_unique<Scheduler>(*session_, tokenizer_,
+                                             SchedulerOptions{.speculate = arguments.speculate});
   }
 
   const ModelConfig& config() const { return config_; }
@@ -377,15 +385,23 @@ NB_MODULE(_engine, m) {
       .def("submit",
            [](const std::shared_ptr<LoadedEngine>& e, std::vector<int32_t> prompt,
               int64_t max_tokens, float temperature, int64_t top_k, float top_p, float min_p,
-              uint64_t seed, std::vector<std::string> stop, std::optional<int64_t> log_probs,
+              float presence_penalty, float frequency_penalty, float repetition_penalty,
+              const std::vector<std::pair<int32_t, float>>& logit_bias, uint64_t seed,
+              std::vector<std::string> stop, std::optional<int64_t> log_probs,
               std::optional<int64_t> prompt_log_probs, bool chat) {
              e->check_ids(prompt);
+             std::vector<TokenBias> biases;
+             for (const auto& [id, bias] : logit_bias) biases.push_back({id, bias});
              GenerationRequest request{.prompt = std::move(prompt),
                                        .sampler = {.temperature = temperature,
                                                    .top_k = top_k,
                                                    .top_p = top_p,
                                                    .min_p = min_p,
+                                                   .repetition_penalty = repetition_penalty,
+                                                   .frequency_penalty = frequency_penalty,
+                                                   .presence_penalty = presence_penalty,
                                                    .seed = seed},
+                                       .logit_bias = std::move(biases),
                                        .max_tokens = max_tokens,
                                        .stop_tokens = e->stop_tokens(),
                                        .stop_strings = std::move(stop),
@@ -404,15 +420,17 @@ NB_MODULE(_engine, m) {
         return found;
       });
   bind_training(m);
-  m.def("load", [](const std::string& checkpoint, const std::string& device, int threads,
-                   int64_t slots, int64_t context, const std::string& ffn, bool cache_8bit) {
-    const nb::gil_scoped_release release;
-    return std::make_shared<LoadedEngine>(EngineArguments{.checkpoint = checkpoint,
-                                                          .device = device,
-                                                          .ffn = ffn,
-                                                          .threads = threads,
-                                                          .slots = slots,
-                                                          .context = context,
-                                                          .cache_8bit = cache_8bit});
-  });
+  m.def("load",
+        [](const std::string& checkpoint, const std::string& device, int threads, int64_t slots,
+           int64_t context, const std::string& ffn, bool cache_8bit, int64_t speculate) {
+          const nb::gil_scoped_release release;
+          return std::make_shared<LoadedEngine>(EngineArguments{.checkpoint = checkpoint,
+                                                                .device = device,
+                                                                .ffn = ffn,
+                                                                .threads = threads,
+                                                                .slots = slots,
+                                                                .context = context,
+                                                                .cache_8bit = cache_8bit,
+                                                                .speculate = speculate});
+        });
 }

@@ -154,3 +154,20 @@ def test_faults(engine, checkpoint, tmp_path):
         engine.generate("one " * 100)
     with pytest.raises(ValueError, match="longer than the model's context"):
         twell.Engine(checkpoint, device="cpu", context=10**6)
+
+
+def test_penalties_and_biases(engine):
+    options = {"max_tokens": 12, "temperature": 0}
+    plain = engine.generate("one and two", **options)
+    assert len(set(plain.tokens)) < len(plain.tokens)
+    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        tokens = engine.generate("one and two", **options, **{penalty: 1e6}).tokens
+        assert len(set(tokens)) == len(tokens)
+    biased = engine.generate("one and two", **options, logit_bias={plain.tokens[0]: -100, 5: 100})
+    assert set(biased.tokens) == {5}
+    with pytest.raises(ValueError, match="bias of token 5 must be from -100 to 100, got 101"):
+        engine.generate("one", logit_bias={5: 101})
+    with pytest.raises(ValueError, match="repetition penalty"):
+        engine.generate("one", repetition_penalty=0)
+    with pytest.raises(TypeError, match="logit_bias"):
+        engine.generate("one", logit_bias=[5])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from . import _engine
 
@@ -57,6 +57,10 @@ _OPTIONS = {
     "top_k": numbers.Integral,
     "top_p": numbers.Real,
     "min_p": numbers.Real,
+    "presence_penalty": numbers.Real,
+    "frequency_penalty": numbers.Real,
+    "repetition_penalty": numbers.Real,
+    "logit_bias": Mapping,
     "seed": numbers.Integral,
     "stop": (str, Sequence),
     "logprobs": (numbers.Integral, type(None)),
@@ -84,6 +88,8 @@ class Engine:
     context: most tokens of a sequence, its prompt included; 0: the model's, at most 16384.
     ffn: execution of the feed-forward layers: "auto", "dense", "sparse", "screened",
         "screened-strict", or the name of one (`twell doctor --executions`).
+    speculate: guess up to so many tokens from a sequence's own text and check them in one step:
+        faster where texts repeat their prompt or themselves, the same texts but for ties.
     cache_8bit: keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a
         quarter of the CPU's.
     """
@@ -97,10 +103,11 @@ class Engine:
         context: int = 0,
         ffn: str = "auto",
         cache_8bit: bool = False,
+        speculate: int = 0,
     ):
         self._checkpoint = str(checkpoint)
         self._loaded = _engine.load(
-            self._checkpoint, device, threads, slots, context, ffn, cache_8bit
+            self._checkpoint, device, threads, slots, context, ffn, cache_8bit, speculate
         )
 
     def __repr__(self) -> str:
@@ -158,6 +165,11 @@ class Engine:
         max_tokens: most new tokens (256).
         temperature: 0 takes the most likely token every time (1.0).
         top_k, top_p, min_p: filters of the sampler (0, 1.0, 0.0: none).
+        presence_penalty: taken once from the logits of tokens that the new text has (0.0).
+        frequency_penalty: taken from a token's logit for each time that the new text has it (0.0).
+        repetition_penalty: divides positive logits of tokens that the prompt or the new text has,
+            and multiplies negative ones (1.0).
+        logit_bias: {token id: number from -100 to 100}, added to logits behind penalties.
         seed: of the random numbers (0); prompt i of a list has seed + i.
         stop: a text, or several; the generation ends before the first that appears.
         logprobs: N: also the log-probabilities of each new token and of the N most likely ones.
@@ -272,6 +284,10 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
         stop: str | Sequence[str] = (),
         logprobs: int | None = None,
@@ -281,8 +297,9 @@ class Engine:
     ):
         stops = [stop] if isinstance(stop, str) else list(stop)
         return self._loaded.submit(
-            self._tokens(prompt, begin_token), max_tokens, temperature, top_k, top_p, min_p, seed,
-            stops, logprobs, prompt_logprobs, chat,
+            self._tokens(prompt, begin_token), max_tokens, temperature, top_k, top_p, min_p,
+            presence_penalty, frequency_penalty, repetition_penalty,
+            list((logit_bias or {}).items()), seed, stops, logprobs, prompt_logprobs, chat,
         )
 
     @staticmethod

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <boost/asio/buffer.hpp>
+#include <boost/beast/core/string.hpp>
 #include <boost/beast/http/basic_parser.hpp>
 #include <boost/beast/http/error.hpp>
 #include <utility>
@@ -63,6 +64,11 @@ std::optional<std::string> path_of(std::string_view target) {
   return path;
 }
 
+bool is_private_network(std::string_view name) {
+  return boost::beast::iequals({name.data(), name.size()},
+                               "Access-Control-Request-Private-Network");
+}
+
 }  // namespace
 
 // Beast's parser with the fields that this server reads.
@@ -106,7 +112,7 @@ class HttpReader::Parser final : public http::basic_parser<true> {
   }
   void on_response_impl(int, View, int, Ec&) override {}
 
-  void on_field_impl(http::field name, View, View value_in, Ec& error) override {
+  void on_field_impl(http::field name, View name_in, View value_in, Ec& error) override {
     if (reader_.head_read_) return;  // a trailer
     const std::string_view value = view(value_in);
     const auto once = [&](std::string& place, bool& seen) {
@@ -147,7 +153,18 @@ class HttpReader::Parser final : public http::basic_parser<true> {
       case http::field::expect:
         join(head.expect);
         break;
+      case http::field::origin:
+        join(head.cross.origin);
+        break;
+      case http::field::access_control_request_method:
+        join(head.cross.wanted_method);
+        break;
+      case http::field::access_control_request_headers:
+        join(head.cross.wanted_headers);
+        break;
       default:
+        // Beast has no name for it.
+        if (is_private_network(view(name_in))) join(head.cross.private_network);
         break;
     }
   }

@@ -12,6 +12,7 @@
 #include <string>
 #include <string_view>
 
+#include "twell/serve/allowed_origins.h"
 #include "twell/serve/memory_budget.h"
 
 namespace twell {
@@ -24,6 +25,7 @@ struct HttpHead {
   int version = 11;  // 10 or 11
   std::optional<std::string> host;
   std::string authorization, content_type, content_encoding, accept_encoding, expect;
+  CrossOrigin cross;
   std::optional<uint64_t> length;  // of the body; nullopt when it comes in chunks
   bool keep_alive = true;          // whether the client sends further requests
 };

@@ -157,6 +157,13 @@ struct HttpServer::Impl {
     if (handlers.get == nullptr && handlers.post == nullptr) {
       return failure(404, "there is no " + head.path);
     }
+    // Browsers ask without a key.
+    if (head.method == "OPTIONS" && head.cross.is_preflight() && !origins.empty()) {
+      if (origins.allow(head.cross.origin)) return HttpReply{.body = {}};
+      return failure(403,
+                     "pages of this origin may not use this server; start it with "
+                     "--cors-origin if they are meant to");
+    }
     if (get ? handlers.get == nullptr : head.method != "POST" || handlers.post == nullptr) {
       HttpReply reply = failure(405, fmt::format("{} does not take {}", head.path, head.method));
       reply.headers.emplace_back("Allow", handlers.post != nullptr ? "POST" : "GET, HEAD");
@@ -243,6 +250,8 @@ struct HttpServer::Impl {
   MemoryBudget& budget;
   const ErrorBody error_body;
   const Admit admit;
+  AllowedOrigins origins;
+  std::function<void(const HttpRecord& record)> log;
   std::map<std::string, Handler> gets;
   std::vector<std::pair<std::string, Handler>> gets_below;
   std::map<std::string, Handler> posts;
@@ -331,6 +340,8 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   void close() {
     if (phase_ == Phase::kClosed) return;
     phase_ = Phase::kClosed;
+    if (record_) record_->status = 499;
+    log();
     stream_.reset();
     later_.reset();
     Ec ignored;
@@ -461,6 +472,12 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   // The head of a request is read.
   void begin(bool nothing_follows) {
     const HttpHead& head = reader_.head();
+    origin_headers_ = server_.origins.headers(head.cross);
+    if (server_.log) {
+      begun_ = Clock::now();
+      record_ = HttpRecord{
+          .time = std::chrono::system_clock::now(), .method = head.method, .path = head.path};
+    }
     request_ = std::make_shared<HttpRequest>();
     request_->method = head.method;
     request_->path = head.path;
@@ -529,6 +546,7 @@ class Connection final : public std::enable_shared_from_this<Connection> {
     keep_ = keep_ && chunked;
     chunked_ = chunked;
     stream_ = reply.stream;
+    note(reply);
     write(head_text(reply, std::nullopt));
     stream_->notify(ready([this] { pump(); }));
     watch();
@@ -586,6 +604,9 @@ class Connection final : public std::enable_shared_from_this<Connection> {
     std::string text = fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\n", reply.status,
                                    reason_of(reply.status), reply.type);
     for (const auto& [name, value] : reply.headers) text += fmt::format("{}: {}\r\n", name, value);
+    for (const auto& [name, value] : origin_headers_) {
+      text += fmt::format("{}: {}\r\n", name, value);
+    }
     if (length) {
       text += fmt::format("Content-Length: {}\r\n", *length);
     } else if (chunked_) {
@@ -603,6 +624,7 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   // Sends a whole reply, the connection's last one or not.
   void send(HttpReply reply, Last last) {
     keep_ = keep_ && last == Last::kNo && !server_.told;
+    note(reply);
     std::string text = head_text(reply, reply.body.size());
     if (!head_only_) text += reply.body;
     write(std::move(text));
@@ -640,7 +662,23 @@ class Connection final : public std::enable_shared_from_this<Connection> {
     end_reply();
   }
 
+  // For the log: what is sent for the request in progress.
+  void note(const HttpReply& reply) {
+    if (record_) record_->status = reply.status;
+    usage_ = reply.usage;
+  }
+  // The request in progress has ended.
+  void log() {
+    if (!record_) return;
+    record_->seconds = std::chrono::duration<double>(Clock::now() - begun_).count();
+    if (usage_) record_->usage = *usage_;
+    server_.log(*std::exchange(record_, std::nullopt));
+    usage_.reset();
+  }
+
   void end_reply() {
+    log();
+    origin_headers_.clear();
     if (!keep_ || server_.told) return linger();
     reader_.next();
     head_only_ = gzip_ = chunked_ = false;
@@ -682,6 +720,10 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   std::shared_ptr<HttpLater> later_;
   bool working_ = false;  // a worker thread has later_
   bool chunked_ = false;
+  AllowedOrigins::Headers origin_headers_;
+  std::optional<HttpRecord> record_;  // nothing where there is no log
+  Clock::time_point begun_;
+  std::shared_ptr<HttpUsage> usage_;
 
   bool writing_ = false;
   std::string out_;
@@ -796,6 +838,12 @@ void HttpServer::get_below(const std::string& prefix, Handler handler) {
 
 void HttpServer::post(const std::string& path, Handler handler) {
   impl_->posts.emplace(path, std::move(handler));
+}
+
+void HttpServer::allow_origins(AllowedOrigins origins) { impl_->origins = std::move(origins); }
+
+void HttpServer::log_to(std::function<void(const HttpRecord& record)> log) {
+  impl_->log = std::move(log);
 }
 
 int HttpServer::bind(const std::string& host, int port) {

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "twell/serve/allowed_origins.h"
 #include "twell/serve/memory_budget.h"
 
 namespace twell {
@@ -36,6 +37,20 @@ struct HttpRequest {
   int64_t connection = 0;  // 1, 2, ...: the same for the requests of one connection
   // What the body occupies of the server's memory budget, as long as somebody holds it.
   std::shared_ptr<MemoryBudget::Share> memory;
+};
+
+// What a request took of the model, for the log.
+struct HttpUsage {
+  std::optional<int64_t> prompt_tokens, completion_tokens;
+};
+
+// A request that has ended, answered or not.
+struct HttpRecord {
+  std::chrono::system_clock::time_point time;  // of its head
+  std::string method, path;
+  int status = 0;        // that was sent; 499 where the client has gone before the reply's end
+  double seconds = 0.0;  // from its head to the reply's last byte
+  HttpUsage usage;
 };
 
 struct HttpReply;
@@ -73,6 +88,7 @@ struct HttpReply {
   std::vector<std::pair<std::string, std::string>> headers;
   std::shared_ptr<HttpStream> stream;  // where set, makes the body
   std::shared_ptr<HttpLater> later;    // where set, makes the reply; nothing else counts
+  std::shared_ptr<HttpUsage> usage;    // as it is when the reply ends; null: of no interest
 };
 
 class HttpServer {
@@ -96,6 +112,12 @@ class HttpServer {
   void get(const std::string& path, Handler handler);
   void get_below(const std::string& prefix, Handler handler);
   void post(const std::string& path, Handler handler);
+
+  // Pages of these sites may use the server. Called before run().
+  void allow_origins(AllowedOrigins origins);
+  // Called for each request whose head could be read, on the threads of connections: it returns
+  // soon and does not throw. Called before run().
+  void log_to(std::function<void(const HttpRecord& record)> log);
 
   // Listens; port 0 picks a free one. Returns the port. InputError when the address is empty or not
   // usable, or when the process may not open so many connections.

@@ -65,6 +65,8 @@ std::string metrics_text(const ServerMetrics& metrics) {
   text.counter("prompt_tokens_total", stats.prompt_tokens, "Prompt tokens computed.");
   text.counter("cached_tokens_total", stats.cached_tokens, "Prompt tokens found in the cache.");
   text.counter("generated_tokens_total", stats.tokens, "New tokens.");
+  text.counter("drafted_tokens_total", stats.drafted, "Tokens guessed from a sequence's own text.");
+  text.counter("accepted_tokens_total", stats.accepted, "Guessed tokens that were right.");
   text.histogram("time_to_first_token_seconds", stats.first_token_seconds,
                  "From the arrival of a sequence to its first token.");
   text.histogram("time_between_tokens_seconds", stats.between_tokens_seconds,

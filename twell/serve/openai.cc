@@ -143,6 +143,61 @@ std::vector<std::string> parse_stop(Fields& fields) {
   return stops;
 }
 
+// {ID: bias}, or [[ID, bias], ...]; in place of an id a text.
+std::vector<BiasWish> parse_logit_bias(Fields& fields) {
+  std::vector<BiasWish> wishes;
+  const json* value = fields.find("logit_bias");
+  if (value == nullptr) return wishes;
+  const std::string expected = fmt::format(
+      "expected an object of token ids and numbers from {} to {}", -kMostBias, kMostBias);
+  const auto add = [&](std::variant<int32_t, std::string> token, const json& bias) {
+    if (!bias.is_number() || !(std::abs(bias.get<double>()) <= kMostBias)) {
+      refuse("logit_bias", expected + ", got " + shown(bias));
+    }
+    if (const auto* text = std::get_if<std::string>(&token);
+        text != nullptr && (text->empty() || text->size() > kMaxStopBytes)) {
+      refuse("logit_bias", fmt::format("a text in place of a token's id has 1 to {} bytes, got {}",
+                                       kMaxStopBytes, shown(*text)));
+    }
+    wishes.push_back({std::move(token), bias.get<float>()});
+  };
+  if (!value->is_object() && !value->is_array()) {
+    refuse("logit_bias", expected + ", got " + shown(*value));
+  }
+  if (std::ssize(*value) > kMostBiases) {
+    refuse("logit_bias", fmt::format("more than {} entries", kMostBiases));
+  }
+  const auto id_of = [&](const json& id) {
+    if (!id.is_number_integer() || id < 0 || id > INT32_MAX) {
+      refuse("logit_bias", "expected a token's id, got " + shown(id));
+    }
+    return id.get<int32_t>();
+  };
+  if (value->is_object()) {
+    for (const auto& [key, bias] : value->items()) {
+      const bool number = !key.empty() && key.size() <= 10 &&
+                          std::ranges::all_of(key, [](char c) { return c >= '0' && c <= '9'; });
+      if (number) {
+        add(id_of(json(std::stoll(key))), bias);
+      } else {
+        add(key, bias);
+      }
+    }
+    return wishes;
+  }
+  for (const json& pair : *value) {
+    if (!pair.is_array() || pair.size() != 2) {
+      refuse("logit_bias", "expected a list of a token's id and a number, got " + shown(pair));
+    }
+    if (pair[0].is_string()) {
+      add(pair[0].get<std::string>(), pair[1]);
+    } else {
+      add(id_of(pair[0]), pair[1]);
+    }
+  }
+  return wishes;
+}
+
 AnswerOptions parse_options(Fields& fields) {
   AnswerOptions options;
   options.model = fields.text("model");
@@ -172,7 +227,7 @@ AnswerOptions parse_options(Fields& fields) {
     inner.finish();
     if (!options.stream) refuse("stream_options", "goes with \"stream\": true only");
   }
-  fields.unsupported("logit_bias", json::object(), "not supported; leave it out");
+  options.logit_bias = parse_logit_bias(fields);
   return options;
 }
 
@@ -304,7 +359,8 @@ CompletionRequest parse_completion(std::string_view body, int64_t most_sequences
   request.begin_token = fields.flag("add_special_tokens", true);
   options.max_tokens = fields.whole("max_tokens", request.echo ? 0 : 1, INT32_MAX);
   options.log_probs = fields.whole("logprobs", 0, kMostLogProbs);
-  fields.unsupported("suffix", "", "text in front of a suffix cannot be filled in; leave it out");
+  request.suffix = fields.text("suffix");
+  if (request.echo && !request.suffix.empty()) refuse("suffix", "does not go with \"echo\": true");
   fields.unsupported("best_of", options.choices, "only n choices are drawn; leave it out");
   fields.finish();
   return request;
@@ -331,6 +387,131 @@ ChatRequest parse_chat(std::string_view body, int64_t most_sequences) {
   fields.unsupported("functions", json::array(), "functions are not supported; leave it out");
   fields.unsupported("modalities", json::array({"text"}), "only [\"text\"] is supported");
   fields.flag("parallel_tool_calls", true);
+  fields.finish();
+  return request;
+}
+
+namespace {
+
+// The text of an item of "input": a text, or parts that are texts.
+std::string text_of_parts(const json* given, const std::string& name) {
+  if (given == nullptr) refuse(name, "missing");
+  if (given->is_string()) return given->get<std::string>();
+  if (!given->is_array()) refuse(name, "expected a text or a list of parts, got " + shown(*given));
+  std::string text;
+  for (const json& part : *given) {
+    const bool has_type = part.is_object() && part.contains("type") && part["type"].is_string();
+    const std::string type = has_type ? part["type"].get<std::string>() : "";
+    const bool is_text = (type == "input_text" || type == "output_text" || type == "text") &&
+                         part.contains("text") && part["text"].is_string();
+    if (!is_text) {
+      refuse(name,
+             "only parts of the types \"input_text\" and \"output_text\" are supported, got " +
+                 shown(part));
+    }
+    text += part["text"].get_ref<const std::string&>();
+  }
+  return text;
+}
+
+// Instructions and input as the messages of a chat.
+std::string response_messages(Fields& fields, const std::string& instructions) {
+  ordered_json out = ordered_json::array();
+  if (!instructions.empty()) out.push_back({{"role", "system"}, {"content", instructions}});
+  const json* input = fields.find("input");
+  const std::string expected = "expected a text or a list of at least one item";
+  if (input == nullptr) refuse("input", "missing; " + expected);
+  if (input->is_string()) {
+    out.push_back({{"role", "user"}, {"content", input->get<std::string>()}});
+    return out.dump();
+  }
+  if (!input->is_array() || input->empty()) refuse("input", expected + ", got " + shown(*input));
+  for (size_t i = 0; i < input->size(); ++i) {
+    const std::string name = fmt::format("input[{}]", i);
+    Fields item((*input)[i], name);
+    const std::string type = item.text("type");
+    if (!type.empty() && type != "message") {
+      refuse(name + ".type", fmt::format("only \"message\" is supported, got \"{}\"", type));
+    }
+    std::string role = item.text("role");
+    if (role.empty()) refuse(name + ".role", "missing");
+    if (role == "developer") role = "system";  // what templates call it
+    const std::string content = text_of_parts(item.find("content"), name + ".content");
+    for (const char* ignored : {"id", "status", "phase"}) item.find(ignored);
+    item.finish();
+    out.push_back({{"role", role}, {"content", content}});
+  }
+  return out.dump();
+}
+
+}  // namespace
+
+ResponseRequest parse_response(std::string_view body, int64_t most_sequences) {
+  Fields fields(body);
+  ResponseRequest request;
+  request.options = parse_options(fields);
+  AnswerOptions& options = request.options;
+  check_sequences(1, options, most_sequences);
+  if (options.choices != 1) refuse("n", "a response has one text");
+  options.max_tokens = fields.whole("max_output_tokens", 1, INT32_MAX);
+  const std::string instructions = fields.text("instructions");
+  request.messages_json = response_messages(fields, instructions);
+  const std::string stateless =
+      "this server keeps nothing for later requests; send the whole "
+      "conversation as \"input\"";
+  fields.unsupported("store", false, stateless);
+  fields.unsupported("previous_response_id", nullptr, stateless);
+  fields.unsupported("conversation", nullptr, stateless);
+  fields.unsupported("prompt", nullptr, stateless);
+  fields.unsupported("background", false, stateless);
+  fields.unsupported("truncation", "disabled", "only \"disabled\" is supported");
+  fields.unsupported("reasoning", json::object(), "not supported; leave it out");
+  fields.unsupported("tools", json::array(), "tools are not supported; leave it out");
+  fields.unsupported("max_tool_calls", nullptr, "tools are not supported; leave it out");
+  if (const json* choice = fields.find("tool_choice"); choice != nullptr) {
+    if (*choice != "none" && *choice != "auto") {
+      refuse("tool_choice", "tools are not supported; leave it out");
+    }
+  }
+  fields.flag("parallel_tool_calls", true);
+  if (const json* text = fields.find("text"); text != nullptr) {
+    Fields inner(*text, "text");
+    inner.unsupported("format", json{{"type", "text"}}, "only {\"type\": \"text\"} is supported");
+    inner.text("verbosity");
+    inner.finish();
+  }
+  bool log_probs = false;
+  if (const json* include = fields.find("include"); include != nullptr) {
+    if (!include->is_array()) refuse("include", "expected a list, got " + shown(*include));
+    for (const json& what : *include) {
+      if (what != "message.output_text.logprobs") {
+        refuse("include", "only \"message.output_text.logprobs\" is supported, got " + shown(what));
+      }
+      log_probs = true;
+    }
+  }
+  const std::optional<int64_t> top = fields.whole("top_logprobs", 0, kMostLogProbs);
+  if (log_probs || top.value_or(0) > 0) options.log_probs = top.value_or(0);
+  const json* metadata = fields.find("metadata");
+  if (metadata != nullptr && !metadata->is_object()) {
+    refuse("metadata", "expected an object, got " + shown(*metadata));
+  }
+  const auto or_null = [](bool present, const ordered_json& value) {
+    return present ? value : ordered_json();
+  };
+  request.settings_json =
+      to_text({{"instructions", or_null(!instructions.empty(), instructions)},
+               {"max_output_tokens",
+                or_null(options.max_tokens.has_value(), options.max_tokens.value_or(0))},
+               {"metadata", metadata == nullptr ? ordered_json::object() : ordered_json(*metadata)},
+               {"parallel_tool_calls", true},
+               {"temperature", options.sampler.temperature},
+               {"text", {{"format", {{"type", "text"}}}}},
+               {"tool_choice", "auto"},
+               {"tools", ordered_json::array()},
+               {"top_logprobs", top.value_or(0)},
+               {"top_p", options.sampler.top_p},
+               {"truncation", "disabled"}});
   fields.finish();
   return request;
 }

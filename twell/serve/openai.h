@@ -6,7 +6,8 @@
 // message names the field, its value and what is allowed. A field that this server does not know is
 // an error, because ignoring it would give another answer than the client asked for.
 // Source: OpenAI's API reference (completions, chat completions); top_k, min_p, ignore_eos,
-// add_special_tokens and continuous_usage_stats as in vLLM.
+// add_special_tokens and continuous_usage_stats as in vLLM, logit_bias as a list and of texts as in
+// llama.cpp.
 #pragma once
 
 #include <cstdint>
@@ -41,11 +42,18 @@ class ApiError : public std::runtime_error {
 // {"error": {"message", "type", "param", "code"}}
 nlohmann::ordered_json error_json(const ApiError& error);
 
+// An entry of "logit_bias": a token's id, or a text, whose tokens are meant.
+struct BiasWish {
+  std::variant<int32_t, std::string> token;
+  float bias = 0.0f;
+};
+
 // What both kinds of completions have in common.
 struct AnswerOptions {
   std::string model;                  // empty: the server's
   std::optional<int64_t> max_tokens;  // nullopt: the default of the kind
   SamplerOptions sampler;             // choice i of a prompt draws with seed + i
+  std::vector<BiasWish> logit_bias;   // of a token's entries the last one counts
   bool seeded = false;                // whether the request has a seed
   std::vector<std::string> stop;
   int64_t choices = 1;               // per prompt
@@ -61,11 +69,18 @@ struct CompletionRequest {
   std::vector<std::variant<std::string, std::vector<int32_t>>> prompts;  // at least one
   bool echo = false;
   bool begin_token = true;  // in front of prompts that are texts
+  std::string suffix;       // what follows the text that is wanted; empty: nothing is known of it
 };
 
 struct ChatRequest {
   AnswerOptions options;
   std::string messages_json;  // a list of objects with texts "role" and "content"
+};
+
+struct ResponseRequest {
+  AnswerOptions options;
+  std::string messages_json;
+  std::string settings_json;  // what the response repeats of the request
 };
 
 struct TokenizeRequest {
@@ -78,6 +93,7 @@ struct TokenizeRequest {
 // most_sequences: upper bound of prompts times choices.
 CompletionRequest parse_completion(std::string_view body, int64_t most_sequences);
 ChatRequest parse_chat(std::string_view body, int64_t most_sequences);
+ResponseRequest parse_response(std::string_view body, int64_t most_sequences);
 TokenizeRequest parse_tokenize(std::string_view body);
 std::vector<int32_t> parse_detokenize(std::string_view body);
 

@@ -94,6 +94,31 @@ TEST(OpenAi, ANullIsNoField) {
   EXPECT_EQ(parse_detokenize(R"({"tokens": [1], "x": null})").size(), 1u);
 }
 
+TEST(OpenAi, BiasesAsAnObjectOrAList) {
+  const auto biases = [](const std::string& value) {
+    return parse_completion(R"({"prompt": "a", "logit_bias": )" + value + "}", kMost)
+        .options.logit_bias;
+  };
+  const auto object = biases(R"({"12": -100, " the": 1.5})");
+  ASSERT_EQ(object.size(), 2u);
+  EXPECT_EQ(std::get<std::string>(object[0].token), " the");
+  EXPECT_EQ(object[0].bias, 1.5f);
+  EXPECT_EQ(std::get<int32_t>(object[1].token), 12);
+  EXPECT_EQ(object[1].bias, -100.0f);
+  const auto list = biases(R"([[12, 100], ["12", -1]])");
+  ASSERT_EQ(list.size(), 2u);
+  EXPECT_EQ(std::get<int32_t>(list[0].token), 12);
+  EXPECT_EQ(std::get<std::string>(list[1].token), "12");
+  for (const char* wrong :
+       {"1", R"("a")", R"({"1": 101})", R"({"1": "2"})", R"({"1": null})", R"({"": 1})", "[1]",
+        "[[1]]", "[[-1, 2]]", "[[1.5, 2]]", R"({"9999999999": 1})", "[[1, -100.1]]"}) {
+    const ApiError error =
+        completion_error(R"({"prompt": "a", "logit_bias": )" + std::string(wrong) + "}");
+    EXPECT_EQ(error.status, 400) << wrong;
+    EXPECT_EQ(error.param, "logit_bias") << wrong;
+  }
+}
+
 TEST(OpenAi, AMinPOfOneKeepsTheMostLikelyToken) {
   for (const auto& [text, most] : {std::pair("0.5", 0.5f), std::pair("1", 1.0f)}) {
     const auto body = fmt::format(R"({{"prompt": "a", "min_p": {}}})", text);
@@ -125,7 +150,8 @@ TEST(OpenAi, RefusedFieldsAreNamedWithTheirValue) {
       {R"({"prompt": "a", "max_tokens": 18446744073709551615})", "max_tokens", "whole number"},
       {R"({"prompt": "a", "n": 65})", "n", "64"},
       {R"({"prompt": "a", "logprobs": 21})", "logprobs", "21"},
-      {R"({"prompt": "a", "suffix": "b"})", "suffix", "suffix"},
+      {R"({"prompt": "a", "suffix": 1})", "suffix", "suffix"},
+      {R"({"prompt": "a", "suffix": "b", "echo": true})", "suffix", "echo"},
       {R"({"prompt": "a", "stop": [1]})", "stop", "1"},
       {R"({"prompt": "a", "stop": ""})", "stop", "bytes"},
       {R"({"prompt": "a", "echo": 1})", "echo", "true or false"},

@@ -12,6 +12,7 @@
 #include "twell/serve/metrics.h"
 #include "twell/serve/openai.h"
 #include "twell/serve/page.h"
+#include "twell/serve/responses.h"
 
 namespace twell {
 
@@ -32,7 +33,17 @@ struct Job {
   uint64_t client = 0;  // GenerationRequest::client
   ordered_json head;    // id, object, created, model
   std::shared_ptr<void> in_progress;
+  std::shared_ptr<HttpUsage> http_usage = std::make_shared<HttpUsage>();
 
+  // For the log of requests.
+  void note_usage() const {
+    int64_t prompt = 0, tokens = 0;
+    for (size_t i = 0; i < usage.size(); ++i) {
+      tokens += usage[i].tokens;
+      if (counts_prompt[i]) prompt += usage[i].prompt_tokens;
+    }
+    *http_usage = {.prompt_tokens = prompt, .completion_tokens = tokens};
+  }
   ordered_json usage_so_far() const {
     int64_t prompt = 0, tokens = 0, cached = 0;
     for (size_t i = 0; i < usage.size(); ++i) {
@@ -55,6 +66,7 @@ constexpr int64_t kParsedBytes = 40;
 
 constexpr const char* kServerSentEvents = "text/event-stream";
 constexpr const char* kLastEvent = "data: [DONE]\n\n";
+constexpr const char* kResponses = "/v1/responses";
 constexpr const char* kOneModel = "/v1/models/";
 
 std::string event_text(const ordered_json& json) { return "data: " + to_text(json) + "\n\n"; }
@@ -131,7 +143,10 @@ class WholeAnswer final : public HttpLater {
     ordered_json body = std::move(job_->head);
     body["choices"] = std::move(choices);
     body["usage"] = job_->usage_so_far();
-    return json_reply(body);
+    HttpReply reply = json_reply(body);
+    job_->note_usage();
+    reply.usage = job_->http_usage;
+    return reply;
   }
 
   std::unique_ptr<Job> job_;
@@ -153,6 +168,7 @@ class StreamedAnswer final : public HttpStream {
       if (choice.is_null()) continue;
       piece += chunk(ordered_json::array({std::move(choice)}), wanted.stream_continuous_usage);
     }
+    job_->note_usage();
     if (job_->answers.overflowed()) return fail(answer_too_large(), piece);
     if (!job_->answers.done()) return State::kWaits;
     if (wanted.stream_usage) piece += chunk(ordered_json::array(), true);
@@ -179,6 +195,71 @@ class StreamedAnswer final : public HttpStream {
   std::unique_ptr<Job> job_;
 };
 
+// A response as one JSON text.
+class WholeResponse final : public HttpLater {
+ public:
+  using Count = std::function<HttpReply(HttpReply)>;
+
+  WholeResponse(std::unique_ptr<Job> job, ResponseFormat format, Count count)
+      : job_(std::move(job)), format_(std::move(format)), count_(std::move(count)) {}
+  void notify(std::function<void()> ready) override { job_->answers.notify(std::move(ready)); }
+
+  std::optional<HttpReply> reply() override {
+    bool waits = false;
+    HttpReply made = reply_or_error([&]() -> HttpReply {
+      for (const AnswerEvent& event : job_->answers.take()) {
+        if (const std::optional<ApiError> failure = failure_of(event)) throw *failure;
+        job_->usage[event.sequence] = event.usage;
+        format_.add(event);
+      }
+      if (job_->answers.overflowed()) throw answer_too_large();
+      waits = !job_->answers.done();
+      if (waits) return {};
+      HttpReply whole = json_reply(format_.response());
+      job_->note_usage();
+      whole.usage = job_->http_usage;
+      return whole;
+    });
+    if (waits) return std::nullopt;
+    return count_(std::move(made));
+  }
+
+ private:
+  std::unique_ptr<Job> job_;
+  ResponseFormat format_;
+  Count count_;
+};
+
+// A response as typed events.
+class StreamedResponse final : public HttpStream {
+ public:
+  StreamedResponse(std::unique_ptr<Job> job, ResponseFormat format)
+      : job_(std::move(job)), format_(std::move(format)) {}
+  void notify(std::function<void()> ready) override { job_->answers.notify(std::move(ready)); }
+
+  State next(std::string& piece) override {
+    if (!std::exchange(begun_, true)) piece += format_.begin();
+    for (const AnswerEvent& event : job_->answers.take()) {
+      if (const std::optional<ApiError> failure = failure_of(event)) return fail(*failure, piece);
+      job_->usage[event.sequence] = event.usage;
+      piece += format_.next(event);
+    }
+    job_->note_usage();
+    if (job_->answers.overflowed()) return fail(answer_too_large(), piece);
+    return job_->answers.done() ? State::kEnds : State::kWaits;
+  }
+
+ private:
+  State fail(const ApiError& error, std::string& piece) {
+    piece += format_.failed(error);
+    return State::kEnds;
+  }
+
+  std::unique_ptr<Job> job_;
+  ResponseFormat format_;
+  bool begun_ = false;
+};
+
 }  // namespace
 
 Routes::Routes(Session& session, const Tokenizer& tokenizer, const ChatTemplate* chat,
@@ -192,7 +273,8 @@ Routes::Routes(Session& session, const Tokenizer& tokenizer, const ChatTemplate*
       waker_(waker),
       memory_(memory),
       started_(std::time(nullptr)),
-      hosts_("127.0.0.1", {}) {
+      hosts_("127.0.0.1", {}),
+      fill_in_(find_fill_in_tokens(tokenizer)) {
   for (int64_t id = 0; id < tokenizer.vocab_size(); ++id) {
     const auto bytes = std::ssize(tokenizer.token_bytes(static_cast<int32_t>(id)));
     longest_token_ = std::max(longest_token_, bytes);
@@ -228,6 +310,7 @@ void Routes::add_to(HttpServer& http) {
   });
   post("/v1/completions", &Routes::complete);
   post("/v1/chat/completions", &Routes::converse);
+  post(kResponses, &Routes::respond);
   post("/tokenize", &Routes::tokenize);
   post("/detokenize", &Routes::detokenize);
 }
@@ -349,6 +432,29 @@ void Routes::check_ids(const std::vector<int32_t>& ids, const char* field) const
   }
 }
 
+std::vector<TokenBias> Routes::biases(const std::vector<BiasWish>& wishes) const {
+  std::map<int32_t, float> found;
+  for (const auto& [token, bias] : wishes) {
+    std::vector<int32_t> ids;
+    if (const auto* text = std::get_if<std::string>(&token)) {
+      ids = tokenizer_.encode(*text);
+    } else {
+      ids = {std::get<int32_t>(token)};
+    }
+    check_ids(ids, "logit_bias");
+    for (const int32_t id : ids) found[id] = bias;
+  }
+  if (std::ssize(found) > kMostBiases) {
+    throw ApiError(400,
+                   fmt::format("logit_bias: {} tokens, of which there are at most {}", found.size(),
+                               kMostBiases),
+                   "logit_bias");
+  }
+  std::vector<TokenBias> out;
+  for (const auto& [id, bias] : found) out.push_back({id, bias});
+  return out;
+}
+
 // The request of a sequence; its seed is that of the first choice.
 GenerationRequest Routes::generation(std::vector<int32_t> prompt, const AnswerOptions& wanted,
                                      int64_t max_tokens, const std::vector<int32_t>& stop_tokens,
@@ -359,6 +465,7 @@ GenerationRequest Routes::generation(std::vector<int32_t> prompt, const AnswerOp
   }
   return {.prompt = std::move(prompt),
           .sampler = wanted.sampler,
+          .logit_bias = biases(wanted.logit_bias),
           .max_tokens = max_tokens,
           .stop_at_end_of_text = !wanted.ignore_end_of_text,
           .stop_tokens = wanted.ignore_end_of_text ? std::vector<int32_t>() : stop_tokens,
@@ -410,6 +517,19 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
   job->client = client_of(http_request);
   const bool log_probs = job->options.log_probs.has_value();
   const int64_t max_tokens = job->options.max_tokens.value_or(kCompletionTokens);
+  if (!request.suffix.empty() && !fill_in_) {
+    throw ApiError(400,
+                   "suffix: this model's tokenizer has no tokens for filling in a text "
+                   "(<|fim_prefix|> and the like); leave it out",
+                   "suffix");
+  }
+  std::vector<int32_t> suffix;
+  std::vector<int32_t> stops = options_.stop_tokens;
+  if (!request.suffix.empty()) {
+    suffix = tokenizer_.encode(request.suffix);
+    check_ids(suffix, "suffix");
+    stops.insert(stops.end(), fill_in_->stops.begin(), fill_in_->stops.end());
+  }
   std::vector<GenerationRequest> generations;
   std::vector<CompletionFormat::Echo> echoes;
   for (auto& prompt : request.prompts) {
@@ -423,6 +543,9 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
       check_ids(ids, "prompt");
       if (request.echo) text = tokenizer_.decode(ids);
     }
+    if (!request.suffix.empty()) {
+      ids = fill_in_prompt(*fill_in_, tokenizer_.bos_token(), ids, suffix);
+    }
     if (request.echo) {
       // Each choice has the text as a value and as JSON.
       if (!job->echoes.grow(4 * job->options.choices * std::ssize(text))) {
@@ -430,8 +553,7 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
       }
       echoes.push_back({.first_token = ids.empty() ? 0 : ids.front(), .text = std::move(text)});
     }
-    GenerationRequest one =
-        generation(std::move(ids), job->options, max_tokens, options_.stop_tokens, "prompt");
+    GenerationRequest one = generation(std::move(ids), job->options, max_tokens, stops, "prompt");
     if (request.echo && log_probs) one.prompt_log_probs = job->options.log_probs;
     if (max_tokens == 0 && !log_probs) one.prompt_log_probs = 0;
     generations.push_back(std::move(one));
@@ -459,6 +581,32 @@ HttpReply Routes::converse(const HttpRequest& http_request) {
   return reply(std::move(job));
 }
 
+HttpReply Routes::respond(const HttpRequest& http_request) {
+  const ResponseRequest request = parsed(http_request.body, [this](const std::string& body) {
+    return parse_response(body, options_.max_waiting);
+  });
+  check_model(request.options.model);
+  std::unique_ptr<Job> job = new_job(request.options);
+  job->client = client_of(http_request);
+  std::vector<int32_t> ids = encode(render(request.messages_json), false, "input");
+  add_choices(*job, generation(std::move(ids), job->options,
+                               job->options.max_tokens.value_or(session_.capacity()),
+                               options_.chat_stop_tokens, "input"));
+  ResponseFormat format(tokenizer_, request, fmt::format("{:08x}{:06x}", started_, ++replied_),
+                        options_.model, static_cast<int64_t>(std::time(nullptr)));
+  if (!job->answers.submit()) throw overloaded();
+  if (request.options.stream) {
+    const std::shared_ptr<HttpUsage> usage = job->http_usage;
+    return {.type = kServerSentEvents,
+            .headers = {{"Cache-Control", "no-cache"}},
+            .stream = std::make_shared<StreamedResponse>(std::move(job), std::move(format)),
+            .usage = usage};
+  }
+  return {.later = std::make_shared<WholeResponse>(
+              std::move(job), std::move(format),
+              [this](HttpReply made) { return counted(kResponses, std::move(made)); })};
+}
+
 HttpReply Routes::reply(std::unique_ptr<Job> job) {
   if (!job->answers.submit()) throw overloaded();
   job->head = {
@@ -466,10 +614,13 @@ HttpReply Routes::reply(std::unique_ptr<Job> job) {
       {"object", job->format->object(job->options.stream)},
       {"created", static_cast<int64_t>(std::time(nullptr))},
       {"model", options_.model}};
+  if (!options_.fingerprint.empty()) job->head["system_fingerprint"] = options_.fingerprint;
   if (job->options.stream) {
+    const std::shared_ptr<HttpUsage> usage = job->http_usage;
     return {.type = kServerSentEvents,
             .headers = {{"Cache-Control", "no-cache"}},
-            .stream = std::make_shared<StreamedAnswer>(std::move(job))};
+            .stream = std::make_shared<StreamedAnswer>(std::move(job)),
+            .usage = usage};
   }
   const std::string path = job->format->path();
   return {.later = std::make_shared<WholeAnswer>(std::move(job), [this, path](HttpReply made) {

@@ -16,6 +16,7 @@
 
 #include "twell/serve/allowed_hosts.h"
 #include "twell/serve/answer_formats.h"
+#include "twell/serve/fill_in.h"
 #include "twell/serve/http_server.h"
 #include "twell/serve/server.h"
 
@@ -53,6 +54,7 @@ class Routes {
   ApiError too_long(const std::string& size, const char* field) const;
   std::string render(const std::string& messages_json) const;
   void check_ids(const std::vector<int32_t>& ids, const char* field) const;
+  std::vector<TokenBias> biases(const std::vector<BiasWish>& wishes) const;
   GenerationRequest generation(std::vector<int32_t> prompt, const AnswerOptions& wanted,
                                int64_t max_tokens, const std::vector<int32_t>& stop_tokens,
                                const char* field) const;
@@ -64,6 +66,7 @@ class Routes {
 
   HttpReply complete(const HttpRequest& http_request);
   HttpReply converse(const HttpRequest& http_request);
+  HttpReply respond(const HttpRequest& http_request);
   HttpReply reply(std::unique_ptr<Job> job);
   HttpReply tokenize(const HttpRequest& http_request);
   HttpReply detokenize(const HttpRequest& http_request);
@@ -79,6 +82,7 @@ class Routes {
   int64_t longest_token_ = 1;  // bytes
   double first_joules_ = 0.0;
   AllowedHosts hosts_;
+  std::optional<FillInTokens> fill_in_;
   std::atomic<bool> stopping_{false};
   std::atomic<int64_t> in_progress_{0}, replied_{0};
   std::mutex mutex_;  // guards replies_

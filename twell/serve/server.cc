@@ -8,6 +8,7 @@
 #include "twell/base/error.h"
 #include "twell/infer/scheduler.h"
 #include "twell/serve/openai.h"
+#include "twell/serve/request_log.h"
 #include "twell/serve/routes.h"
 
 namespace twell {
@@ -28,7 +29,9 @@ struct Server::Impl {
       : options(std::move(options_in)),
         memory(options.request_bytes),
         scheduler(session, tokenizer,
-                  {.max_waiting = options.max_waiting, .prefill_tokens = options.prefill_tokens}),
+                  {.max_waiting = options.max_waiting,
+                   .prefill_tokens = options.prefill_tokens,
+                   .speculate = options.speculate}),
         routes(session, tokenizer, chat, options, scheduler, waker, memory),
         http(
             options.http, memory,
@@ -37,6 +40,10 @@ struct Server::Impl {
             },
             [this](const HttpRequest& request) { return routes.admit(request); }) {
     routes.add_to(http);
+    http.allow_origins(AllowedOrigins(options.allowed_origins));
+    if (options.log_request) {
+      http.log_to([this](const HttpRecord& record) { options.log_request(request_line(record)); });
+    }
   }
 
   void wait_until_idle(std::chrono::seconds at_most) const {

@@ -29,6 +29,11 @@ struct ServerOptions {
   // Names besides this machine's and the bound address under which clients without keys reach the
   // server; "*": any (allowed_hosts.h).
   std::vector<std::string> allowed_hosts;
+  // Sites whose pages may use the server, "*": any (allowed_origins.h).
+  std::vector<std::string> allowed_origins;
+  std::string fingerprint;  // "system_fingerprint" of answers; empty: they have none
+  // Takes a line of JSON for each request (request_log.h), on several threads. Empty: no log.
+  std::function<void(const std::string& line)> log_request;
   HttpLimits http;
   // Sequences without a slot; a request with more than fit is answered with 503.
   int64_t max_waiting = 1024;
@@ -36,6 +41,7 @@ struct ServerOptions {
   // with 503.
   int64_t request_bytes = int64_t{4} << 30;
   int64_t prefill_tokens = 0;      // SchedulerOptions::prefill_tokens
+  int64_t speculate = 0;           // SchedulerOptions::speculate
   std::chrono::seconds drain{30};  // for running requests once the server is told to stop
   std::string no_chat;             // why there is no chat template, for clients that send messages
   // Joules that the device has used so far; empty where unknown.
