@@ -178,6 +178,94 @@ class PageTest(unittest.TestCase):
         browser.wait(f"{SEND}.textContent == 'Send'")
         self.assertEqual(browser.faults, [])
 
+    def shown(self):
+        return self.browser.run("[...document.querySelectorAll('.message')].map(m => m.textContent)")
+
+    def wait_for_answer(self):
+        self.browser.wait(f"{SEND}.textContent == 'Send' && document.getElementById('again') != null")
+
+    def reload(self):
+        self.browser.call("Page.reload")
+        self.browser.wait("document.querySelectorAll('#layers .track').length > 0")
+
+    def look(self, name):
+        for width in (360, 700, 1600):
+            self.browser.show(width, 740 if width == 360 else 900, "light")
+            self.assertLessEqual(self.browser.run("document.documentElement.scrollWidth"), width)
+            if folder := os.environ.get("TWELL_SCREENSHOTS"):
+                time.sleep(0.3)
+                self.browser.screenshot(pathlib.Path(folder) / f"{name}-{width}.png")
+        self.browser.show(1600, 900, "light")
+
+    def test_a_chat_outlives_a_reload(self):
+        if not self.served:
+            return
+        browser = self.browser
+        browser.run("document.getElementById('max-tokens').value = 20")
+        browser.run("document.getElementById('system').value = 'Be brief'")
+        browser.run("document.getElementById('system').dispatchEvent(new Event('change'))")
+        self.assertEqual(browser.run("JSON.stringify(body().messages)"),
+                         '[{"role":"system","content":"Be brief"}]')
+        self.ask("What floats?")
+        self.wait_for_answer()
+        before = self.shown()
+        self.reload()
+        self.assertEqual(self.shown(), before)
+        self.assertEqual(browser.run("document.getElementById('system').value"), "Be brief")
+        self.assertEqual(browser.run("document.getElementById('max-tokens').value"), "20")
+        # Another answer takes the place of the last one.
+        browser.run("document.getElementById('again').click()")
+        browser.wait(f"{SEND}.textContent == 'Stop' || document.getElementById('again') != null")
+        self.wait_for_answer()
+        self.assertEqual(len(self.shown()), 2)
+        self.assertEqual(self.shown()[0], "What floats?")
+        # What another version or a hand has written there does no harm.
+        for text in ("{", "[]", '{"messages": [{"role": "x"}], "settings": 3}', "null"):
+            browser.run(f"localStorage.setItem('twell-chat', {json.dumps(text)})")
+            self.reload()
+            self.assertEqual(self.shown(), [])
+        self.assertEqual(browser.faults, [])
+
+    def test_code_stands_in_a_box(self):
+        if not self.served:
+            return
+        text = ("Write `x < 1` so:\n\n```python\nif x < 1:\n    print('<b>', \"" + "wide " * 40 + "\")\n```\n"
+                "and then:\n```\nopen")
+        self.browser.run(f"messages = [{{role: 'user', content: '<i>How?</i>'}}, "
+                         f"{{role: 'assistant', content: {json.dumps(text)}}}]; void paint()")
+        self.assertEqual(self.shown()[0], "<i>How?</i>")
+        self.assertEqual(self.browser.run("document.querySelectorAll('.theirs pre').length"), 2)
+        self.assertEqual(self.browser.run("document.querySelector('.theirs pre').textContent"),
+                         "if x < 1:\n    print('<b>', \"" + "wide " * 40 + "\")")
+        self.assertEqual(self.browser.run("document.querySelector('.theirs > code').textContent"), "x < 1")
+        self.assertEqual(self.browser.run("document.querySelectorAll('.message b, .message i').length"), 0)
+        self.look("code")
+        self.browser.run("document.getElementById('copy').click()")
+        self.browser.wait("document.getElementById('copy').textContent == 'Copied'")
+
+    def test_a_base_model_continues_a_text(self):
+        if not self.served:
+            return
+        base = Served(BINARY, template=None)
+        browser = self.browser
+        browser.call("Page.navigate", url=base.url + "/")
+        browser.wait("document.querySelectorAll('#layers .track').length > 0 && !chat")
+        self.assertTrue(browser.run("document.getElementById('system-field').hidden"))
+        browser.run("document.getElementById('max-tokens').value = 12")
+        self.ask("The cork")
+        self.wait_for_answer()
+        first = self.shown()
+        self.assertEqual(len(first), 1)
+        self.assertTrue(first[0].startswith("The cork"))
+        browser.run(f"{SEND}.click()")  # goes on where it ended
+        browser.wait("messages.length == 3")
+        self.wait_for_answer()
+        self.assertEqual(len(self.shown()), 1)
+        self.assertTrue(self.shown()[0].startswith(first[0]))
+        self.look("base")
+        self.assertEqual(browser.faults, [])
+        self.assertEqual(base.stop(), 0)
+
 
 if __name__ == "__main__":
     unittest.main(verbosity=1)

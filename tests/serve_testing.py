@@ -19,14 +19,15 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endf
 
 
 class Served:
-    """Serves the test model with a chat template on a free port of this machine."""
+    """Serves the test model, with a chat template unless that is None, on a free port of this machine."""
 
-    def __init__(self, binary, *options, environment=None):
+    def __init__(self, binary, *options, environment=None, template=CHAT_TEMPLATE):
         self.binary = str(binary)
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="twell-serve-"))
         self.checkpoint = self.folder / "model"
         shutil.copytree(MODEL, self.checkpoint)
-        (self.checkpoint / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        if template is not None:
+            (self.checkpoint / "chat_template.jinja").write_text(template)
         self.log = open(self.folder / "stderr", "w+")
         self.process = subprocess.Popen(
             [self.binary, "serve", "--checkpoint", str(self.checkpoint), "--port", "0",
