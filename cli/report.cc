@@ -10,6 +10,7 @@
 
 #include "cli/commands.h"
 #include "cli/process.h"
+#include "cli/report_html.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/base/json_fields.h"
@@ -121,7 +122,7 @@ void print_report(const nlohmann::json& report) {
   fmt::print("checkpoint             {}\n", report["checkpoint"].get<std::string>());
 }
 
-int run_report(const fs::path& run, bool as_json) {
+int run_report(const fs::path& run, bool as_json, const fs::path& html_file) {
   TWELL_REQUIRE(fs::is_directory(run), "{} is not the folder of a training run", run.string());
   const LogSink warn = [](LogLevel, std::string_view text) {
     print_error("twell: warning: {}\n", text);
@@ -133,14 +134,17 @@ int run_report(const fs::path& run, bool as_json) {
   TWELL_REQUIRE(!metrics.empty(), "{} is empty: the run has not begun",
                 (run / "metrics.jsonl").string());
   nlohmann::json report;
+  std::string page;
   try {
     report = make_report(run, metrics, bench.empty() ? nlohmann::json() : bench.back());
+    if (!html_file.empty()) page = report_html(report, metrics);
   } catch (const nlohmann::json::exception&) {
     throw InputError(fmt::format(
         "{}: metrics.jsonl or bench.jsonl is not as this version writes it", run.string()));
   }
   const std::string json = json_text(report, 2) + "\n";
   write_file_atomic(run / "report.json", json);
+  if (!html_file.empty()) write_file_atomic(html_file, page);
   if (as_json) {
     write_out(json);
     return kExitOk;
@@ -155,9 +159,15 @@ int run_report(const fs::path& run, bool as_json) {
 void add_report_command(Command& root, CommonOptions& common) {
   Command& command = root.add("report", "Summary of a training run, as a table and report.json");
   auto as_json = std::make_shared<bool>(false);
-  command.runs([&common, as_json] { return run_report(common.out, *as_json); });
+  auto html_file = std::make_shared<fs::path>();
+  command.runs(
+      [&common, as_json, html_file] { return run_report(common.out, *as_json, *html_file); });
   add_out_option(command, common, "Folder of the training run").required();
   command.flag("--json", as_json.get(), "Print the JSON object instead of the table");
+  command.value(
+      "--html", html_file.get(), "FILE",
+      "Write a page with the curves of the run: loss, validation, active and dead neurons, "
+      "speed");
   command.footer(
       "Reads OUT/metrics.jsonl and, where there is one, the last row of OUT/bench.jsonl\n"
       "(twell bench forward --jsonl OUT/bench.jsonl); writes OUT/report.json.\n\n"

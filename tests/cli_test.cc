@@ -128,6 +128,14 @@ TEST_F(CliTest, ReportsARunWithABenchmarkOfEitherDevice) {
   const Result plain = run({"report", "--out", "r"});
   EXPECT_EQ(plain.code, 0) << plain.err;
   EXPECT_THAT(plain.out, testing::Not(HasSubstr("forward")));
+  // The page has every curve, and nothing from elsewhere.
+  ASSERT_EQ(run({"report", "--out", "r", "--html", "r.html"}).code, 0);
+  const std::string page = slurp(folder_ / "r.html");
+  for (const char* title : {"Loss", "Validation", "Active neurons", "Dead neurons", "Speed"}) {
+    EXPECT_THAT(page, HasSubstr(fmt::format("<h2>{}</h2>", title)));
+  }
+  EXPECT_THAT(page, testing::Not(HasSubstr("http")));
+  EXPECT_THAT(page, testing::Not(HasSubstr("nan")));
   const std::string cpu =
       R"({"cpu":"c","threads":2,"max_abs_logit_diff":1e-5,)"
       R"("dense":{"full":{"tokens_per_s":100},"layers":{"tokens_per_s":120}},)"

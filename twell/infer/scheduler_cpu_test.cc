@@ -300,7 +300,7 @@ TEST_F(SchedulerCpuTest, GuessedTokensChangeNoText) {
       EXPECT_NEAR(with.log_probs[j].token.log_prob, without.log_probs[j].token.log_prob, 1e-4);
     }
   }
-  EXPECT_GT(accepted, 100);
+  EXPECT_GT(accepted, 50);
   EXPECT_GT(drafted, accepted);
 }
 

@@ -11,8 +11,8 @@ namespace {
 // Limits the memory for activations.
 constexpr int64_t kPrefillTokens = 512;
 
-// A step reads all weights once, but on a few cores it is the arithmetic of each row that takes most
-// of the time.
+// A step reads all weights once, but on a few cores it is the arithmetic of each row that takes
+// most of the time.
 constexpr double kRowCost = 0.7;
 
 }  // namespace
