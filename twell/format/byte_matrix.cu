@@ -28,6 +28,11 @@ __device__ __forceinline__ void load_piece(const __nv_bfloat16* from, float (&to
 // caches.
 template <ByteType kType, int kRowThreads>
 __global__ void __launch_bounds__(kThreads) quantise_rows_kernel(QuantiseRowsCuda p) {
+  // Under programmatic dependent launch: the next kernel may begin to read its weights.
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+#endif
   const int64_t row =
       int64_t{blockIdx.x} * (kThreads / kRowThreads) + static_cast<int>(threadIdx.x) / kRowThreads;
   if (row >= p.rows) return;  // whole warps only; never taken if the CTA shares a row
@@ -62,18 +67,37 @@ __global__ void __launch_bounds__(kThreads) quantise_rows_kernel(QuantiseRowsCud
   if (first == 0) p.scales[row] = largest / most_of(kType);
 }
 
+// With programmatic dependent launch where the device has it.
+cudaError_t launch_dependent(void (*kernel)(QuantiseRowsCuda), unsigned blocks,
+                             const QuantiseRowsCuda& p, cudaStream_t stream) {
+  int device = 0, major = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = major < 9 ? 0 : 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
 template <ByteType kType>
 cudaError_t quantise(const QuantiseRowsCuda& p, cudaStream_t stream) {
   // A warp a row where there are enough rows to fill the GPU.
   constexpr int64_t kManyRows = 1024;
   if (p.rows >= kManyRows && p.cols <= 4096) {
     const auto blocks = static_cast<unsigned>((p.rows + kThreads / 32 - 1) / (kThreads / 32));
-    quantise_rows_kernel<kType, 32><<<blocks, kThreads, 0, stream>>>(p);
-  } else {
-    quantise_rows_kernel<kType, kThreads>
-        <<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
+    return launch_dependent(quantise_rows_kernel<kType, 32>, blocks, p, stream);
   }
-  return cudaGetLastError();
+  return launch_dependent(quantise_rows_kernel<kType, kThreads>, static_cast<unsigned>(p.rows), p,
+                          stream);
 }
 
 template <ByteType kType>
@@ -142,9 +166,10 @@ __global__ void __launch_bounds__(kThreads) widen_transposed_kernel(WidenRowsCud
 
 constexpr int kEdge = 32;
 
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    transpose_kernel(const __nv_bfloat16* x, int64_t rows, int64_t cols, __nv_bfloat16* out) {
-  __shared__ __nv_bfloat16 tile[kEdge][kEdge + 2];
+    transpose_kernel(const T* x, int64_t rows, int64_t cols, T* out) {
+  __shared__ T tile[kEdge][kEdge + 4 / sizeof(T)];
   const int64_t row0 = int64_t{blockIdx.y} * kEdge, col0 = int64_t{blockIdx.x} * kEdge;
   const int lane = static_cast<int>(threadIdx.x) % kEdge;
   for (int i = static_cast<int>(threadIdx.x) / kEdge; i < kEdge; i += kThreads / kEdge) {
@@ -154,6 +179,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = static_cast<int>(threadIdx.x) / kEdge; i < kEdge; i += kThreads / kEdge) {
     if (col0 + i < cols && row0 + lane < rows) out[(col0 + i) * rows + row0 + lane] = tile[lane][i];
   }
+}
+
+template <typename T>
+cudaError_t transpose(const T* x, int64_t rows, int64_t cols, T* out, cudaStream_t stream) {
+  if (rows == 0 || cols == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>((cols + kEdge - 1) / kEdge),
+                  static_cast<unsigned>((rows + kEdge - 1) / kEdge));
+  transpose_kernel<<<grid, kThreads, 0, stream>>>(x, rows, cols, out);
+  return cudaGetLastError();
 }
 
 template <ByteType kType>
@@ -183,11 +217,12 @@ cudaError_t launch_quantise_rows(const QuantiseRowsCuda& problem, cudaStream_t s
 
 cudaError_t launch_transpose(const __nv_bfloat16* x, int64_t rows, int64_t cols, __nv_bfloat16* out,
                              cudaStream_t stream) {
-  if (rows == 0 || cols == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>((cols + kEdge - 1) / kEdge),
-                  static_cast<unsigned>((rows + kEdge - 1) / kEdge));
-  transpose_kernel<<<grid, kThreads, 0, stream>>>(x, rows, cols, out);
-  return cudaGetLastError();
+  return transpose(x, rows, cols, out, stream);
+}
+
+cudaError_t launch_transpose_bytes(const uint8_t* x, int64_t rows, int64_t cols, uint8_t* out,
+                                   cudaStream_t stream) {
+  return transpose(x, rows, cols, out, stream);
 }
 
 cudaError_t launch_widen_rows(const WidenRowsCuda& problem, cudaStream_t stream) {

@@ -45,5 +45,7 @@ cudaError_t launch_widen_rows(const WidenRowsCuda& problem, cudaStream_t stream)
 // out [cols, rows] = x [rows, cols]^T.
 cudaError_t launch_transpose(const __nv_bfloat16* x, int64_t rows, int64_t cols, __nv_bfloat16* out,
                              cudaStream_t stream);
+cudaError_t launch_transpose_bytes(const uint8_t* x, int64_t rows, int64_t cols, uint8_t* out,
+                                   cudaStream_t stream);
 
 }  // namespace twell

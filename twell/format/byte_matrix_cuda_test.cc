@@ -98,6 +98,23 @@ TEST(ByteMatrixCudaTest, TransposesRaggedMatrices) {
   }
 }
 
+TEST(ByteMatrixCudaTest, TransposesBytes) {
+  TWELL_GPU_TEST();
+  constexpr int64_t kRows = 77, kCols = 144;
+  std::vector<uint8_t> x(kRows * kCols);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint8_t>(i * 37 + i / 144);
+  const auto device_x = upload(x);
+  const auto out = poisoned<uint8_t>(kRows * kCols);
+  TWELL_CUDA_CHECK(launch_transpose_bytes(device_x.data(), kRows, kCols, out.data(), ctx.stream()));
+  stream.synchronize();
+  const std::vector<uint8_t> got = download(out);
+  for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t c = 0; c < kCols; ++c) {
+      ASSERT_EQ(got[static_cast<size_t>(c * kRows + r)], x[static_cast<size_t>(r * kCols + c)]);
+    }
+  }
+}
+
 TEST(ByteMatrixCudaTest, RowsWithValuesThatAreNotFiniteBecomeNaN) {
   TWELL_GPU_TEST();
   std::vector<__nv_bfloat16> x = random_bf16(2 * 64, 5);

@@ -42,7 +42,9 @@ ForwardPlanCuda checked(const CudaContext& ctx, const ModelCuda& model, ForwardP
 
 // The model's properties on this device that its route needs. A policy that names an execution runs
 // that one, and no kernel of all layers.
-route::Layers route_layers(const CudaContext& ctx, const ModelConfig& config, FfnPolicy policy) {
+route::Layers route_layers(const CudaContext& ctx, const ModelConfig& config,
+                           const ForwardPlanCuda& plan) {
+  const FfnPolicy policy = plan.ffn;
   const GpuDevice device = gpu_device(ctx);
   const GpuFfnLayer ffn = gpu_ffn_layer(device, ffn_shape(config));
   const int64_t widest = std::max(config.width, config.q_width());
@@ -53,29 +55,35 @@ route::Layers route_layers(const CudaContext& ctx, const ModelConfig& config, Ff
       .qk_norm = config.qk_norm,
       .o_bias = config.o_bias,
       .window = config.sliding_window,
-      .norm_tokens = std::min(gpu_ffn_norm_tokens(ffn, policy), gpu_row_tokens(device, widest))};
+      .norm_tokens = std::min(gpu_ffn_norm_tokens(ffn, policy), gpu_row_tokens(device, widest)),
+      .in_bytes = plan.weights_in_bytes};
   if (policy.kind != FfnPolicy::Kind::kNamed) {
     layers.one_kernel_tokens = route::one_kernel_tokens(
         layers, config.layers, kMaxDecodeLayers,
-        decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim));
+        decode_layers_max_tokens(config.width, config.q_width(), config.ffn, config.head_dim,
+                                 plan.weights_in_bytes));
   }
   return layers;
 }
 
-// For the kernel of all layers; tokens is 0 when the model or the device does not suit it, or the
-// cache or the weights are in 8 bits, which that kernel does not read.
+// For the kernel of all layers; tokens is 0 when the model or the device does not suit it.
 DecodeWorkspaceShape decode_shape(const CudaContext& ctx, const ModelConfig& config,
                                   const ForwardPlanCuda& plan) {
   return {.multiprocessors = ctx.multiprocessors(),
-          .tokens = plan.eight_bit_cache || plan.weights_in_bytes
-                        ? 0
-                        : std::min({plan.max_sequences, plan.max_tokens,
-                                    route_layers(ctx, config, plan.ffn).one_kernel_tokens}),
+          .tokens = std::min({plan.max_sequences, plan.max_tokens,
+                              route_layers(ctx, config, plan).one_kernel_tokens}),
           .width = config.width,
           .heads = config.heads,
           .kv_heads = config.kv_heads,
           .head_dim = config.head_dim,
           .max_length = plan.max_length};
+}
+
+// Bytes of w_down with a row per neuron, for the kernel of all layers.
+int64_t down_row_bytes(const CudaContext& ctx, const ModelConfig& config,
+                       const ForwardPlanCuda& plan) {
+  if (!plan.weights_in_bytes || decode_shape(ctx, config, plan).tokens == 0) return 0;
+  return config.layers * config.ffn * config.width;
 }
 
 }  // namespace
@@ -89,6 +97,7 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
                                               plan.max_length) +
          decode_workspace_bytes(decode_shape(ctx, config, plan)) +
          rotated_bytes(ctx, config, plan) + wide_bytes(config, plan) +
+         down_row_bytes(ctx, config, plan) +
          (plan.weights_in_bytes ? byte_values(config, rows) + 4 * rows +
                                       FfnWorkspaceCuda::bytes_for_bytes(ctx, plan.max_tokens,
                                                                         config.width, config.ffn)
@@ -108,7 +117,7 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
       decode_shape_(decode_shape(ctx, config_, plan_)),
       decode_memory_(decode_workspace_bytes(decode_shape_)),
       ffn_layer_(gpu_ffn_layer(gpu_device(ctx), ffn_shape(config_))),
-      layers_(route_layers(ctx, config_, plan.ffn)) {
+      layers_(route_layers(ctx, config_, plan_)) {
   layers_.one_kernel_tokens = decode_shape_.tokens;
   if (decode_memory_.size() > 0) {
     TWELL_CUDA_CHECK(cudaMemsetAsync(decode_memory_.data(), 0,
@@ -129,11 +138,25 @@ ForwardCuda::ForwardCuda(CudaContext& ctx, const ModelCuda& model, const Forward
   }
   make_rotated_gates();
   make_wide_rows();
+  make_down_rows();
+}
+
+void ForwardCuda::make_down_rows() {
+  const int64_t size = config_.ffn * config_.width;
+  down_rows_ = DeviceBuffer<uint8_t>(down_row_bytes(ctx_, config_, plan_));
+  if (down_rows_.size() == 0) return;
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    TWELL_CUDA_CHECK(launch_transpose_bytes(model_.layer_bytes(layer).down.values, config_.width,
+                                            config_.ffn, down_rows_.data() + layer * size,
+                                            ctx_.stream()));
+  }
 }
 
 int64_t ForwardCuda::screen_bytes(const CudaContext& ctx, const ModelConfig& c,
                                   const ForwardPlanCuda& plan) {
-  if (plan.ffn == FfnPolicy::kDense || decode_shape(ctx, c, plan).tokens == 0 ||
+  // A gate in e4m3 is as small as its screen.
+  if (plan.weights_in_bytes || plan.ffn == FfnPolicy::kDense ||
+      decode_shape(ctx, c, plan).tokens == 0 ||
       !decode_layers_take_screens(c.width, c.q_width(), c.ffn, c.head_dim)) {
     return 0;
   }
@@ -227,7 +250,6 @@ void ForwardCuda::find_sparse_layers() {
 }
 
 route::LayersPath ForwardCuda::choose_path(bool observed, bool one_kernel) const {
-  if (model_.in_bytes()) return route::LayersPath::kSingleOps;
   return route::layers_path(layers_, staged_batch(observed, one_kernel));
 }
 

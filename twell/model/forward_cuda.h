@@ -146,6 +146,7 @@ class ForwardCuda {
   static int64_t wide_blocks(const ForwardPlanCuda& plan);
   static int64_t wide_bytes(const ModelConfig& config, const ForwardPlanCuda& plan);
   void make_wide_rows();
+  void make_down_rows();
   bool eight_bits() const { return staged_.cache != nullptr && staged_.cache->eight_bits(); }
   // Assigns the staged sequences to groups, and to places in wide_. Over a cache, those with one
   // new token in front of all others are a group of their own, which runs the kernel for decoding.
@@ -167,6 +168,8 @@ class ForwardCuda {
   route::LayersPath choose_path(bool observed, bool one_kernel) const;
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
+  // A layer's weights in e4m3.
+  void set_decode_bytes(int64_t layer, DecodeLayers& problem) const;
   AttentionCuda attention_of(int64_t layer, const SequenceGroup& group) const;
   void attention(int64_t layer);
   void store_bytes(int64_t layer) const;
@@ -226,6 +229,7 @@ class ForwardCuda {
   DeviceBuffer<__nv_bfloat16> hidden_;     // [M, D] normalised: a block's input, the result
   DeviceBuffer<__nv_bfloat16> qkv_;        // [M, (H + 2 H_kv) * hd]
   DeviceBuffer<__nv_bfloat16> attended_;   // [M, H * hd]
+  DeviceBuffer<uint8_t> down_rows_;        // [L, F, D] w_down in e4m3 for the kernel of all layers
   WideRows wide_;                          // nothing unless plan_.eight_bit_cache
   // A projection's input in e4m3; nothing unless the model's projections are.
   struct {

@@ -205,6 +205,22 @@ void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
                    ffn_plans_[layer], ffn_);
 }
 
+void ForwardCuda::set_decode_bytes(int64_t layer, DecodeLayers& problem) const {
+  const LayerBytesCuda& w = model_.layer_bytes(layer);
+  DecodeLayer& to = problem.layer[layer];
+  to.w_qkv = w.qkv.values;
+  to.w_o = w.o.values;
+  to.w_gate = w.gate.values;
+  to.w_up = w.up.values;
+  to.w_down = down_rows_.data() + layer * config_.ffn * config_.width;
+  DecodeLayerBytes& bytes = problem.bytes[layer];
+  bytes.qkv_scales = w.qkv.scales;
+  bytes.o_scales = w.o.scales;
+  bytes.gate_scales = w.gate.scales;
+  bytes.up_scales = w.up.scales;
+  bytes.down_scales = w.down.scales;
+}
+
 void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
   const ProfileRange whole("all layers as one kernel");
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
@@ -224,7 +240,9 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                        .kv_begin = batch.kv_begin,
                        .kv_len = batch.kv_len,
                        .x = residual_.data(),
-                       .workspace = decode_workspace(decode_shape_, decode_memory_.data())};
+                       .workspace = decode_workspace(decode_shape_, decode_memory_.data()),
+                       .weights_in_bytes = model_.in_bytes(),
+                       .cache_in_bytes = eight_bits()};
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
     const GpuFfnChoice choice =
@@ -241,6 +259,11 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                             .values = staged_.cache->values(layer),
                             .activity = ffn_plans_[layer].counts,
                             .sparse = choice.execution->sparse};
+    if (eight_bits()) {
+      problem.bytes[layer].keys = staged_.cache->key_bytes(layer);
+      problem.bytes[layer].values = staged_.cache->value_bytes(layer);
+    }
+    if (model_.in_bytes()) set_decode_bytes(layer, problem);
     if (screen_errors_.size() > 0 &&
         (hooks.one_kernel ||
          route::gate_screen_pays(ffn_plans_[layer].activity.nnz_per_token, config_.ffn))) {

@@ -26,6 +26,7 @@
 
 #include "twell/base/rounding.h"
 #include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/byte_pair.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/warp_mma.cuh"
 #include "twell/ops/attention/attention_cuda.h"
@@ -104,14 +105,7 @@ __device__ __forceinline__ PieceOf<T> load_if(bool valid, const T* from) {
 // Values 2 i and 2 i + 1 of a piece in bf16.
 using gpu::word;
 __device__ __forceinline__ uint32_t word(const uint2& bytes, int i) {
-  // 0x4300 is 128 in bf16, whose last place is then 1: with the lower 7 bits of a value it is 128
-  // more than these. With the sign bit it is 256, and without 128.
-  const uint32_t biased =
-      __byte_perm(i < 2 ? bytes.x : bytes.y, 0x43434343u, i % 2 == 0 ? 0x4140 : 0x4342);
-  const uint32_t low = biased & 0xff7fff7fu, bias = biased & 0xff80ff80u;
-  const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low),
-                                      *reinterpret_cast<const __nv_bfloat162*>(&bias));
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  return gpu::bytes_to_bf16x2(i < 2 ? bytes.x : bytes.y, i % 2);
 }
 
 // The part of 16 keys that lane 4 g + t holds: columns 32 c + 8 t .. + 7 of the head.

@@ -8,6 +8,9 @@
 // attended values, all of which need all of them.
 #pragma once
 
+#include <type_traits>
+
+#include "twell/gpu/byte_pair.cuh"
 #include "twell/gpu/tagged.cuh"
 #include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/skinny/skinny_gemm.cuh"
@@ -125,11 +128,14 @@ __device__ __forceinline__ void BatchShared::find_items(const DecodeLayers& p) {
 // Prefetches the keys and values of this CTA's item into the L2 cache, by one warp, in sectors:
 // bulk copies of whole rows by other CTAs do not shorten the wait. More tokens or keys would delay
 // the weights (bench/results/2026-11-23-h200-attend.txt).
-__device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLayer& layer,
+template <typename Kv>
+__device__ __forceinline__ void prefetch(const DecodeLayers& p, int layer_number,
                                          const BatchShared& batch) {
-  constexpr int kSector = 16, kMostKeys = 256;
+  constexpr int kSector = 32 / static_cast<int>(sizeof(Kv)), kMostKeys = 256;
   static_assert(kMostKeys <= BatchShared::kBlocks * kKvBlock);
-  const int lane = static_cast<int>(threadIdx.x) % 32, sectors = p.head_dim / kSector;
+  const DecodeLayer& layer = p.layer[layer_number];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int sectors = sizeof(Kv) == 1 ? (p.head_dim + kSector - 1) / kSector : p.head_dim / kSector;
   if (p.tokens > 1 || batch.items == 0) return;
   const AttendItem& item = batch.item[0];
   const int keys = min(item.end, item.newest) - item.begin;
@@ -139,8 +145,23 @@ __device__ __forceinline__ void prefetch(const DecodeLayers& p, const DecodeLaye
     const int key = i / sectors;
     const int64_t row = kv_row(batch.blocks[0][key / kKvBlock], key);
     const int64_t from = (row * p.kv_heads + item.kv_head) * p.head_dim + i % sectors * kSector;
-    gpu::prefetch_around(layer.keys + from);
-    gpu::prefetch_around(layer.values + from);
+    if constexpr (sizeof(Kv) == 1) {
+      gpu::prefetch_around(p.bytes[layer_number].keys.data + from);
+      gpu::prefetch_around(p.bytes[layer_number].values.data + from);
+    } else {
+      gpu::prefetch_around(layer.keys + from);
+      gpu::prefetch_around(layer.values + from);
+    }
+  }
+  if constexpr (sizeof(Kv) == 1) {
+    constexpr int kScales = 8;  // of a sector
+#pragma unroll 1
+    for (int key = lane * kScales; key < keys; key += 32 * kScales) {
+      const int64_t at =
+          kv_scale(kv_row(batch.blocks[0][key / kKvBlock], key), item.kv_head, p.kv_heads);
+      gpu::prefetch_around(p.bytes[layer_number].keys.scales + at);
+      gpu::prefetch_around(p.bytes[layer_number].values.scales + at);
+    }
   }
 }
 
@@ -152,6 +173,14 @@ struct AttendShared {
   alignas(16) float value[kWarps][kAtOnce][kColumns];
   float top[kWarps][kQueries], sum[kWarps][kQueries];
 };
+
+// The new key and value in 8 bits.
+template <int kColumns>
+struct NewBytesShared {
+  alignas(8) int8_t values[2][kColumns];
+  float scale[2];
+};
+struct NoNewBytes {};
 
 // Sixteen bytes that were written before the kernel began, or zeros. The condition is an operand of
 // one instruction: were the address computed under it, its registers would be taken all through the
@@ -166,6 +195,25 @@ __device__ __forceinline__ uint4 load_or_zero(const __nv_bfloat16* from, bool ex
       : "l"(from), "r"(static_cast<int>(exists)));
   return v;
 }
+// Eight bytes.
+__device__ __forceinline__ uint2 load_or_zero(const int8_t* from, bool exists) {
+  uint2 v;
+  asm volatile(
+      "{ .reg .pred p; setp.ne.s32 p, %3, 0;\n"
+      "mov.b32 %0, 0; mov.b32 %1, 0;\n"
+      "@p ld.global.cg.v2.b32 {%0, %1}, [%2]; }"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(from), "r"(static_cast<int>(exists)));
+  return v;
+}
+
+// Values 2 i and 2 i + 1 of a piece, in bf16.
+__device__ __forceinline__ uint32_t pair_of(const uint4& piece, int i) {
+  return gpu::word(piece, i);
+}
+__device__ __forceinline__ uint32_t pair_of(const uint2& piece, int i) {
+  return gpu::bytes_to_bf16x2(i < 2 ? piece.x : piece.y, i % 2);
+}
 
 // Attends to this CTA's items of a layer. Warps share each block of an item's keys; they load keys
 // and values straight into operands of mma.sync, which the queries are the columns of, and ask for
@@ -175,16 +223,24 @@ __device__ __forceinline__ uint4 load_or_zero(const __nv_bfloat16* from, bool ex
 // a product's sum does not depend on which values count as its k-th, if both operands agree. The
 // lane also holds the pieces r, r + 8 of the values of keys 2c and 2c + 1, which are the k-th terms
 // that the instruction expects from it.
-template <int kColumns>
+//
+// Of keys and values in 8 bits (Kv is int8_t), pieces have eight bytes. A key's scale multiplies
+// its scores, a value's its softmax weight, which is rounded to bf16 then.
+template <int kColumns, typename Kv = __nv_bfloat16>
 class Attention {
  public:
-  __device__ __forceinline__ Attention(const DecodeLayers& p, const DecodeLayer& layer,
-                                       uint32_t tag, const BatchShared& batch,
-                                       AttendShared<kColumns>& shared)
+  static constexpr bool kBytes = sizeof(Kv) == 1;
+  using NewBytes = std::conditional_t<kBytes, NewBytesShared<kColumns>, NoNewBytes>;
+
+  __device__ __forceinline__ Attention(const DecodeLayers& p, int layer, uint32_t tag,
+                                       const BatchShared& batch, AttendShared<kColumns>& shared,
+                                       NewBytes& new_bytes)
       : p_(p),
-        layer_(layer),
+        layer_(p.layer[layer]),
+        bytes_(p.bytes[layer]),
         batch_(batch),
         shared_(shared),
+        new_bytes_(new_bytes),
         tag_(tag),
         thread_(gpu::opaque(static_cast<int>(threadIdx.x))),
         lane_(thread_ % 32),
@@ -213,6 +269,7 @@ class Attention {
   static constexpr int kStep = kHalves * kKvBlock;
   static_assert(kKvBlock == 8 * kWarps);
   static constexpr int kKeyPieces = kColumns / 32, kValuePieces = kColumns / 64;
+  using Piece = std::conditional_t<kBytes, uint2, uint4>;  // of eight values
 
   // Loads the item's first keys and values.
   __device__ __forceinline__ void begin(int number) {
@@ -245,30 +302,49 @@ class Attention {
   }
   // Loads from the cache; what it does not hold becomes zero, the newest key too, whose row another
   // CTA may be writing.
-  __device__ __forceinline__ uint4 load(const __nv_bfloat16* from, int base, int i, int row,
+  __device__ __forceinline__ Piece load(const Kv* from, int base, int i, int row,
                                         int column) const {
     const int key = first_of(base, i) + row;
     const int64_t at =
         int64_t{kv_row(block_[i], key)} * (p_.kv_heads * head_dim_) + kv_head_ * head_dim_ + column;
     return load_or_zero(from + at, key < min(end_, newest_) && column < head_dim_);
   }
+  __device__ __forceinline__ const Kv* rows(bool values) const {
+    if constexpr (kBytes)
+      return (values ? bytes_.values : bytes_.keys).data;
+    else
+      return values ? layer_.values : layer_.keys;
+  }
+  // The scales of this lane's keys, or of their values, of a step; 0 where the cache has none.
+  __device__ __forceinline__ void load_scales(float (&scales)[kHalves], const float* from,
+                                              int base) const {
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) {
+      const int key = first_of(base, i) + key_row();
+      scales[i] = key < min(end_, newest_)
+                      ? __ldcg(from + kv_scale(kv_row(block_[i], key), kv_head_, p_.kv_heads))
+                      : 0.0f;
+    }
+  }
   __device__ __forceinline__ void load_keys(int base) {
 #pragma unroll
     for (int i = 0; i < kHalves; ++i) {
 #pragma unroll
       for (int j = 0; j < kKeyPieces; ++j) {
-        key_[i][j] = load(layer_.keys, base, i, key_row(), key_column(j));
+        key_[i][j] = load(rows(false), base, i, key_row(), key_column(j));
       }
     }
+    if constexpr (kBytes) load_scales(key_scale_, bytes_.keys.scales, base);
   }
   __device__ __forceinline__ void load_values(int base) {
 #pragma unroll
     for (int i = 0; i < kHalves; ++i) {
 #pragma unroll
       for (int j = 0; j < 2 * kValuePieces; ++j) {
-        value_[i][j] = load(layer_.values, base, i, value_row(j), value_column(j));
+        value_[i][j] = load(rows(true), base, i, value_row(j), value_column(j));
       }
     }
+    if constexpr (kBytes) load_scales(value_scale_, bytes_.values.scales, base);
   }
   // What this lane holds of the warp's keys and values in a block.
   __device__ __forceinline__ int key_row() const { return lane_ / 4; }
@@ -306,9 +382,56 @@ class Attention {
       shared_.token[row(i)][high] = __ushort_as_bfloat16(static_cast<unsigned short>(v >> 16));
     }
     sync_threads();
+    if constexpr (kBytes) {
+      if (thread_ < 64) round_new(item, thread_ / 32);
+      sync_threads();
+    }
   }
   __device__ __forceinline__ uint4 of_token(int row, int column) const {
     return gpu::load_shared16(gpu::smem_address(&shared_.token[row][column]));
+  }
+  // The new key (0) or value (1), a piece of it.
+  __device__ __forceinline__ Piece of_new(int which, int column) const {
+    if constexpr (kBytes) {
+      return *reinterpret_cast<const uint2*>(&new_bytes_.values[which][column]);
+    } else {
+      return of_token(kQueries + which, column);
+    }
+  }
+  // Rounds the new key (0) or value (1) to 8 bits as ops/attention/kv_bytes_cuda.h does. Every item
+  // of the head does; the one with the newest key and the head's first queries stores it. One warp.
+  __device__ __forceinline__ void round_new(const AttendItem& item, int which) const {
+    constexpr int kOwn = kColumns / 32;
+    constexpr uint32_t kNotFinite = 0x7f80u;  // bf16 from these bits on, without the sign
+    uint32_t most = 0;
+    float value[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const __nv_bfloat16 v = shared_.token[kQueries + which][lane_ * kOwn + i];
+      most = max(most, __bfloat16_as_ushort(v) & 0x7fffu);
+      value[i] = __bfloat162float(v);
+    }
+    most = __reduce_max_sync(~0u, most);
+    const bool finite = most < kNotFinite;
+    const float magnitude = __uint_as_float(most << 16);
+    const float steps = finite && most > 0 ? 127.0f / magnitude : 0.0f;
+    const float scale = finite ? magnitude / 127.0f : NAN;
+    const bool stores = item.end > item.newest && item.head % (p_.heads / p_.kv_heads) == 0;
+    const KvBytes& to = which == 0 ? bytes_.keys : bytes_.values;
+    const int64_t row = batch_.cache_rows[item.token];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int column = lane_ * kOwn + i;
+      const float rounded = finite ? fminf(fmaxf(value[i] * steps, -127.0f), 127.0f) : 0.0f;
+      const auto byte = static_cast<int8_t>(__float2int_rn(rounded));
+      new_bytes_.values[which][column] = byte;
+      if (stores && column < head_dim_) {
+        to.data[(row * p_.kv_heads + item.kv_head) * head_dim_ + column] = byte;
+      }
+    }
+    if (lane_ != 0) return;
+    new_bytes_.scale[which] = scale;
+    if (stores) to.scales[kv_scale(row, item.kv_head, p_.kv_heads)] = scale;
   }
 
   __device__ __forceinline__ void attend() {
@@ -335,10 +458,19 @@ class Attention {
         const uint4 query = of_token(lane_ / 4, key_column(j));
 #pragma unroll
         for (int o = 0; o < kOperands; ++o) {
-          const uint4 low = key_[2 * o][j];
-          const uint4 high = 2 * o + 1 < kHalves ? key_[(2 * o + 1) % kHalves][j] : uint4{};
-          gpu::mma_16x8x16(score[o], low.x, high.x, low.y, high.y, query.x, query.y);
-          gpu::mma_16x8x16(score[o], low.z, high.z, low.w, high.w, query.z, query.w);
+          const Piece low = key_[2 * o][j];
+          const Piece high = 2 * o + 1 < kHalves ? key_[(2 * o + 1) % kHalves][j] : Piece{};
+          gpu::mma_16x8x16(score[o], pair_of(low, 0), pair_of(high, 0), pair_of(low, 1),
+                           pair_of(high, 1), query.x, query.y);
+          gpu::mma_16x8x16(score[o], pair_of(low, 2), pair_of(high, 2), pair_of(low, 3),
+                           pair_of(high, 3), query.z, query.w);
+        }
+      }
+      if constexpr (kBytes) {
+#pragma unroll
+        for (int o = 0; o < kOperands; ++o) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) score[o][i] *= key_scale_[(2 * o + i / 2) % kHalves];
         }
       }
       load_keys(base + kStep);
@@ -357,11 +489,17 @@ class Attention {
       const int row = newest_ - first_of(base, i);
 #pragma unroll
       for (int j = 0; j < kKeyPieces; ++j) {
-        if (key_row() == row) key_[i][j] = of_token(kQueries, key_column(j));
+        if (key_row() == row) key_[i][j] = of_new(0, key_column(j));
       }
 #pragma unroll
       for (int j = 0; j < 2 * kValuePieces; ++j) {
-        if (value_row(j) == row) value_[i][j] = of_token(kQueries + 1, value_column(j));
+        if (value_row(j) == row) value_[i][j] = of_new(1, value_column(j));
+      }
+      if constexpr (kBytes) {
+        if (key_row() == row) {
+          key_scale_[i] = new_bytes_.scale[0];
+          value_scale_[i] = new_bytes_.scale[1];
+        }
       }
     }
   }
@@ -409,10 +547,20 @@ class Attention {
 
   // Adds the values of two blocks, weighted.
   __device__ __forceinline__ void add_values(int o, const float (&weight)[4]) {
-    const uint32_t low = bf16x2(weight[0], weight[1]), high = bf16x2(weight[2], weight[3]);
-    const float2 a = to_floats(low), b = to_floats(high);
-    sum_[0] += a.x + b.x;
-    sum_[1] += a.y + b.y;
+    uint32_t low, high;
+    if constexpr (kBytes) {
+      const float first = value_scale_[2 * o];
+      const float second = 2 * o + 1 < kHalves ? value_scale_[(2 * o + 1) % kHalves] : 0.0f;
+      low = bf16x2(weight[0] * first, weight[1] * first);
+      high = bf16x2(weight[2] * second, weight[3] * second);
+      sum_[0] += weight[0] + weight[2];
+      sum_[1] += weight[1] + weight[3];
+    } else {
+      low = bf16x2(weight[0], weight[1]), high = bf16x2(weight[2], weight[3]);
+      const float2 a = to_floats(low), b = to_floats(high);
+      sum_[0] += a.x + b.x;
+      sum_[1] += a.y + b.y;
+    }
     const uint32_t first = gpu::transposed(low), second = gpu::transposed(high);
 #pragma unroll
     for (int j = 0; j < kValuePieces; ++j) {
@@ -420,11 +568,9 @@ class Attention {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int half = 2 * o + i / 2;
-        const uint4 v = half < kHalves ? value_[half % kHalves][2 * j + i % 2] : uint4{};
-        words[i][0] = v.x;
-        words[i][1] = v.y;
-        words[i][2] = v.z;
-        words[i][3] = v.w;
+        const Piece v = half < kHalves ? value_[half % kHalves][2 * j + i % 2] : Piece{};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[i][w] = pair_of(v, w);
       }
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -561,26 +707,30 @@ class Attention {
 
   const DecodeLayers& p_;
   const DecodeLayer& layer_;
+  const DecodeLayerBytes& bytes_;
   const BatchShared& batch_;
   AttendShared<kColumns>& shared_;
+  NewBytes& new_bytes_;
   const uint32_t tag_;
   const int thread_, lane_, head_dim_;
   // The item whose keys are being loaded.
   int begin_ = 0, end_ = 0, newest_ = 0, kv_head_ = 0, number_ = 0;
   int32_t block_[kHalves] = {};  // of the step that is loaded next
-  uint4 key_[kHalves][kKeyPieces], value_[kHalves][2 * kValuePieces];
+  Piece key_[kHalves][kKeyPieces], value_[kHalves][2 * kValuePieces];
+  float key_scale_[kHalves], value_scale_[kHalves];  // in 8 bits
   // The item at hand: queries 2c and 2c + 1, columns of the pieces r, r + 8.
   float top_[2], sum_[2], attended_[kValuePieces][4][4];
 };
 
 // Waits for the attended values of all heads and stores them in x_shared, padded with zeros to a
 // whole block. All threads that multiply call it.
-template <int kTokens>
+template <int kTokens, int kBlock>
 __device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t tag,
                                                uint8_t* x_shared, int pitch) {
   constexpr int kTeam = kThreads / kTokens, kAtOnce = kTokens == 1 ? 2 : 8;
   const int token = static_cast<int>(threadIdx.x) / kTeam;
-  const int quads = p.heads * p.head_dim / 4, padded = (quads + 7) / 8 * 8;
+  constexpr int kQuads = kBlock / 4;
+  const int quads = p.heads * p.head_dim / 4, padded = (quads + kQuads - 1) / kQuads * kQuads;
   if (token < p.tokens) {
     const gpu::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
     const int first = static_cast<int>(threadIdx.x) % kTeam;

@@ -41,9 +41,15 @@ __device__ __forceinline__ int ffn_step(const DecodeLayer& layer) {
   return paired(layer) ? kPairs : kGroup;
 }
 
-__host__ __device__ inline int down_pitch(int columns) {
-  return (columns * 2 + 127) / 128 * 128 + 16;
+// Bytes between the rows of w_down in a stage.
+template <typename W>
+__host__ __device__ int down_pitch(int columns) {
+  return (columns * static_cast<int>(sizeof(W)) + 127) / 128 * 128 + 16;
 }
+
+// Whether weights are in e4m3, whose sums have scales.
+template <typename W>
+inline constexpr bool kInBytes = sizeof(W) == 1;
 
 // The residual stream of all tokens, which other CTAs may still be writing.
 struct Residual {
@@ -72,6 +78,47 @@ inline constexpr int kMaxNeurons = 256;  // of a CTA
 
 // max(0, value); NaN stays NaN.
 __device__ __forceinline__ float relu(float value) { return value < 0.0f ? 0.0f : value; }
+
+// Scales of the rows of e4m3 that a CTA multiplies in a step: of its groups of rows, or of its
+// neurons' rows of the FFN's first matrix and, kMaxNeurons further, of w_up beside a gate. And what
+// undoes the factors of x.
+template <int kTokens>
+struct ScaleShared {
+  static constexpr int kCount = 2 * kMaxNeurons;
+  alignas(16) float of[kCount];
+  uint32_t most[kWarps];
+  float inverse[kTokens];
+};
+struct NoScales {};
+
+// Makes rows of bf16 in shared memory f16, times a power of two for each token, in place. All
+// threads that multiply call it, with the columns up to the padding.
+template <int kTokens>
+__device__ __forceinline__ void make_halves(int tokens, int columns, uint8_t* x_shared, int pitch,
+                                            ScaleShared<kTokens>& shared) {
+  constexpr int kTeam = kThreads / kTokens;  // threads per token, whole warps
+  const int thread = static_cast<int>(threadIdx.x), token = thread / kTeam;
+  auto* row = reinterpret_cast<uint2*>(x_shared + token * pitch);
+  const int quads = token < tokens ? columns / 4 : 0;
+  uint32_t most = 0;
+  for (int i = thread % kTeam; i < quads; i += kTeam) {
+    most = max(most, max(gpu::most_bits(row[i].x), gpu::most_bits(row[i].y)));
+  }
+  most = __reduce_max_sync(~0u, most);
+  if constexpr (kTeam > 32) {
+    static_assert(kTokens == 1);
+    if (thread % 32 == 0) shared.most[thread / 32] = most;
+    sync_threads();
+#pragma unroll
+    for (const uint32_t of_warp : shared.most) most = max(most, of_warp);
+  }
+  const gpu::HalfScale scale(most);
+  for (int i = thread % kTeam; i < quads; i += kTeam) {
+    row[i] = {scale.halves(row[i].x), scale.halves(row[i].y)};
+  }
+  if (thread % kTeam == 0) shared.inverse[token] = scale.inverse;
+  sync_threads();
+}
 
 template <int kTokens>
 struct HiddenShared {
@@ -121,6 +168,112 @@ class Part {
   uint32_t tag_;
 };
 
+// h of a CTA's neurons as f16, times a power of two for each token, which is the same in all warps.
+template <int kTokens>
+class HiddenHalves {
+ public:
+  __device__ __forceinline__ explicit HiddenHalves(const HiddenShared<kTokens>& hidden)
+      : hidden_(hidden), scale_(most(hidden)) {}
+
+  // Neurons k and k + 1 of the token that is this lane's column of the 8-column operand.
+  __device__ __forceinline__ uint32_t load(int k) const {
+    return scale_.halves(*reinterpret_cast<const uint32_t*>(&hidden_.h[token()][k]));
+  }
+  // What undoes the factor of a token; all lanes call it.
+  __device__ __forceinline__ float inverse(int token) const {
+    return kTokens == 1 ? scale_.inverse : __shfl_sync(~0u, scale_.inverse, token * kTeam);
+  }
+
+ private:
+  static constexpr int kTeam = 32 / kTokens;  // lanes per token
+  __device__ __forceinline__ static int token() {
+    return static_cast<int>(threadIdx.x) % 32 / kTeam;
+  }
+  __device__ __forceinline__ static uint32_t most(const HiddenShared<kTokens>& hidden) {
+    const auto* pieces = reinterpret_cast<const uint4*>(hidden.h[token()]);
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxNeurons / 8 / kTeam; ++i) {
+      const uint4 v = pieces[i * kTeam + static_cast<int>(threadIdx.x) % kTeam];
+      for (const uint32_t pair : {v.x, v.y, v.z, v.w}) most = max(most, gpu::most_bits(pair));
+    }
+#pragma unroll
+    for (int offset = 1; offset < kTeam; offset *= 2) {
+      most = max(most, __shfl_xor_sync(~0u, most, offset));
+    }
+    return most;
+  }
+
+  const HiddenShared<kTokens>& hidden_;
+  const gpu::HalfScale scale_;
+};
+
+// dense_down with rows of e4m3. ldmatrix transposes them in units of two columns, so that a lane
+// gets two columns of two neurons at once: the operand's row r is column 2r of a tile, its row r +
+// 8 column 2r + 1.
+template <int kTokens, int kStages>
+__device__ __forceinline__ void dense_down_bytes(const DecodeLayers& p, const Neurons& neurons,
+                                                 RowRing<kStages>& ring,
+                                                 const HiddenShared<kTokens>& hidden,
+                                                 const Part<kTokens>& part) {
+  constexpr int kChunk = kChunkOf<uint8_t>;
+  constexpr int kTile = 16, kTiles = kChunk / kTile / kWarps;  // of a warp; two at a time
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  // The row of an 8 x 8 matrix whose address this lane gives. The four matrices are neurons 0-7 and
+  // 8-15 of a tile, then of the next.
+  const int row = lane % 16, at = (warp * kTiles + lane / 16) * kTile;
+  const uint32_t zeros = gpu::smem_address(hidden.zeros);
+  const HiddenHalves<kTokens> halves(hidden);
+  float inverse[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) inverse[i] = halves.inverse((lane % 4 * 2 + i) % kTokens);
+#pragma unroll 1
+  for (int column = 0; column < p.width; column += kChunk) {
+    const int columns = min(kChunk, p.width - column);
+    const uint32_t row_at = static_cast<uint32_t>(row * down_pitch<uint8_t>(columns) + at);
+    float acc[kTiles][4] = {};
+#pragma unroll 1
+    for (int base = 0; base < neurons.count; base += kGroup) {
+      const uint32_t rows = ring.take();
+      const bool exists = base + row < neurons.count;
+      uint32_t h[2] = {};
+      if (lane / 4 < kTokens) {
+        h[0] = halves.load(base + lane % 4 * 2);
+        h[1] = halves.load(base + lane % 4 * 2 + 8);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; tile += 2) {
+        if ((warp * kTiles + tile) * kTile >= columns) break;
+        // Tiles may reach past the end of the row; those columns are not stored.
+        uint32_t units[4];
+        gpu::load_matrices_transposed(
+            units, exists ? rows + row_at + static_cast<uint32_t>(tile * kTile) : zeros);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          // A unit has columns 2r, 2r + 1 of a neuron, then those of the next: columns first.
+          constexpr uint32_t kColumns = 0x3120;
+          const uint2 low = gpu::e4m3_to_halves(__byte_perm(units[2 * i], 0, kColumns));
+          const uint2 high = gpu::e4m3_to_halves(__byte_perm(units[2 * i + 1], 0, kColumns));
+          gpu::mma_16x8x16_f16(acc[tile + i], low.x, low.y, high.x, high.y, h[0], h[1]);
+        }
+      }
+      ring.release();
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = lane % 4 * 2 + i;
+        const int of_chunk = (warp * kTiles + tile) * kTile + lane / 4 * 2;
+        if (token < kTokens && of_chunk < columns) {
+          part.store2(token, column + of_chunk, acc[tile][i] * inverse[i],
+                      acc[tile][i + 2] * inverse[i]);
+        }
+      }
+    }
+  }
+}
+
 // The CTA's part of y = h w_down in a dense layer, with all its rows of w_down from the ring
 // buffer. Warps split the columns; 16 columns are the 16-row operand, transposed by ldmatrix.
 template <int kTokens, int kStages>
@@ -137,7 +290,7 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
 #pragma unroll 1
   for (int column = 0; column < p.width; column += kChunk) {
     const int columns = min(kChunk, p.width - column);
-    const uint32_t row_at = static_cast<uint32_t>(row * down_pitch(columns) + at);
+    const uint32_t row_at = static_cast<uint32_t>(row * down_pitch<__nv_bfloat16>(columns) + at);
     float acc[kTiles][4] = {};
 #pragma unroll 1
     for (int base = 0; base < neurons.count; base += kGroup) {
@@ -178,14 +331,16 @@ __device__ __forceinline__ void dense_down(const DecodeLayers& p, const Neurons&
 // The CTA's part of y in a sparse layer. Reads rows of w_up and w_down of active neurons only,
 // directly from memory. With a screen, it reads the rows of all neurons that the screen let
 // through, those of w_gate too.
-template <int kTokens>
+template <int kTokens, typename W = __nv_bfloat16>
 class FiredNeurons {
  public:
+  using Scales = std::conditional_t<kInBytes<W>, ScaleShared<kTokens>, NoScales>;
+
   // Lists the neurons whose h is not 0, and tells all CTAs whether this one will have a part.
   __device__ __forceinline__ FiredNeurons(const DecodeLayers& p, const DecodeLayer& layer,
                                           uint32_t tag, const Neurons& neurons,
-                                          HiddenShared<kTokens>& hidden)
-      : p_(p), layer_(layer), neurons_(neurons), hidden_(hidden) {
+                                          HiddenShared<kTokens>& hidden, const Scales& scales)
+      : p_(p), layer_(layer), neurons_(neurons), hidden_(hidden), scales_(scales) {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     bool fires = false;
     if (thread < neurons.count) {
@@ -211,19 +366,19 @@ class FiredNeurons {
   }
 
   // Adds the active neurons not yet counted (of those the screen let through) to nnz.
-  __device__ __forceinline__ void up_down(Product<kTokens>& product, const Part<kTokens>& part,
+  __device__ __forceinline__ void up_down(Product<kTokens, W>& product, const Part<kTokens>& part,
                                           int& nnz) {
     if (kTokens == 1 && count_ == 0) return;  // no CTA waits for a part
-    const int first_column = static_cast<int>(threadIdx.x) * 2;
+    const int first_column = static_cast<int>(threadIdx.x) * kUnit;
     Columns w[kAtOnce];
     load(w, first_column, 0);  // issued before w_up's rows, to hide the latency
-    if (kTokens == 1 && screened(p_, layer_)) {
-      gate_up(product, nnz);
+    if (!kInBytes<W> && kTokens == 1 && screened(p_, layer_)) {
+      if constexpr (!kInBytes<W>) gate_up(product, nnz);
     } else if (count_ > 0 && layer_.w_gate != nullptr) {
       up(product);
     }
 #pragma unroll 1
-    for (int column = first_column; column < p_.width; column += kStep * kPairsOwn) {
+    for (int column = first_column; column < p_.width; column += kStep * kUnitsOwn) {
       float2 y[kTokens][kPairsOwn] = {};
 #pragma unroll 1
       for (int i = 0; i < count_; i += kAtOnce) {
@@ -235,20 +390,26 @@ class FiredNeurons {
       }
 #pragma unroll
       for (int j = 0; j < kPairsOwn; ++j) {
-        if (column + j * kStep >= p_.width) break;
+        if (column + place(j) >= p_.width) break;
 #pragma unroll
-        for (int m = 0; m < kTokens; ++m) part.store2(m, column + j * kStep, y[m][j].x, y[m][j].y);
+        for (int m = 0; m < kTokens; ++m) part.store2(m, column + place(j), y[m][j].x, y[m][j].y);
       }
     }
   }
 
  private:
-  // A thread has pairs of columns kStep apart, so that a warp reads whole lines.
-  static constexpr int kStep = kThreads * 2, kPairsOwn = 4;
+  // A thread has units of four bytes of columns kStep apart, so that a warp reads whole lines.
+  static constexpr int kUnit = 4 / static_cast<int>(sizeof(W)), kPairsOfUnit = kUnit / 2;
+  static constexpr int kStep = kThreads * kUnit, kPairsOwn = 4;
+  static constexpr int kUnitsOwn = kPairsOwn / kPairsOfUnit;
   static constexpr int kAtOnce = 4;  // rows of w_down that a thread loads ahead
   struct Columns {
-    uint32_t pair[kPairsOwn];
+    uint32_t unit[kUnitsOwn];
   };
+  // Where a thread's pair lies, from its first column on.
+  __device__ __forceinline__ static int place(int pair) {
+    return pair / kPairsOfUnit * kStep + pair % kPairsOfUnit * 2;
+  }
 
   __device__ __forceinline__ float value(int token, int neuron) const {
     return __bfloat162float(hidden_.h[token][neuron]);
@@ -258,12 +419,12 @@ class FiredNeurons {
     for (int a = 0; a < kAtOnce; ++a) {
       w[a] = Columns{};
       if (first + a >= count_) continue;
-      const __nv_bfloat16* row =
-          layer_.w_down + int64_t{neurons_.begin + hidden_.list[first + a]} * p_.width;
+      const W* row = static_cast<const W*>(layer_.w_down) +
+                     int64_t{neurons_.begin + hidden_.list[first + a]} * p_.width;
 #pragma unroll
-      for (int j = 0; j < kPairsOwn; ++j) {
+      for (int j = 0; j < kUnitsOwn; ++j) {
         const int at = column + j * kStep;
-        if (at < p_.width) w[a].pair[j] = __ldcs(reinterpret_cast<const uint32_t*>(row + at));
+        if (at < p_.width) w[a].unit[j] = __ldcs(reinterpret_cast<const uint32_t*>(row + at));
       }
     }
   }
@@ -271,7 +432,13 @@ class FiredNeurons {
                                           int neuron) const {
 #pragma unroll
     for (int j = 0; j < kPairsOwn; ++j) {
-      const float2 row = to_floats(w.pair[j]);
+      float2 row;
+      if constexpr (kInBytes<W>) {
+        const uint2 pairs = gpu::e4m3_to_halves(w.unit[j / kPairsOfUnit]);
+        row = gpu::halves_to_floats(j % kPairsOfUnit == 0 ? pairs.x : pairs.y);
+      } else {
+        row = to_floats(w.unit[j]);
+      }
 #pragma unroll
       for (int m = 0; m < kTokens; ++m) {
         const float h = value(m, neuron);
@@ -282,14 +449,14 @@ class FiredNeurons {
   }
 
   // The i-th listed neuron's row, or null past the list.
-  __device__ __forceinline__ const __nv_bfloat16* row(const __nv_bfloat16* weight, int i) const {
+  __device__ __forceinline__ const W* row(const void* weight, int i) const {
     if (i >= count_) return nullptr;
-    return weight + int64_t{neurons_.begin + hidden_.list[i]} * p_.width;
+    return static_cast<const W*>(weight) + int64_t{neurons_.begin + hidden_.list[i]} * p_.width;
   }
 
   // With a screen: h = relu(gate) * up of the listed neurons, or relu(up) without a gate. A group
   // is eight neurons' rows of w_gate and w_up, or 16 neurons' rows of w_up.
-  __device__ __forceinline__ void gate_up(Product<kTokens>& product, int& nnz) {
+  __device__ __forceinline__ void gate_up(Product<kTokens, W>& product, int& nnz) {
     const bool gated = layer_.w_gate != nullptr;
     const int step = gated ? kPairs : kGroup;
     const auto store = [&](int i, int token, float gate, float up) {
@@ -315,9 +482,12 @@ class FiredNeurons {
   }
 
   // Without a screen, h holds the gate: h *= up.
-  __device__ __forceinline__ void up(Product<kTokens>& product) {
+  __device__ __forceinline__ void up(Product<kTokens, W>& product) {
     const auto multiply = [&](int i, int token, float up) {
       if (i >= count_) return;
+      if constexpr (kInBytes<W>) {
+        up *= scales_.of[kMaxNeurons + hidden_.list[i]] * scales_.inverse[token];
+      }
       __nv_bfloat16& h = hidden_.h[token][hidden_.list[i]];
       const float gate = __bfloat162float(h);
       if (!(gate == 0.0f)) h = __float2bfloat16(gate * up);
@@ -325,7 +495,7 @@ class FiredNeurons {
     product.loaded_groups((count_ + kGroup - 1) / kGroup, p_.width,
                           [&](int group, int pair) {
                             const int i = group * kGroup + pair;
-                            return Rows{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
+                            return RowsOf<W>{row(layer_.w_up, i), row(layer_.w_up, i + kPairs)};
                           },
                           [&](int group, int token, int pair, float low, float high) {
                             multiply(group * kGroup + pair, token, low);
@@ -338,6 +508,7 @@ class FiredNeurons {
   const DecodeLayer& layer_;
   const Neurons& neurons_;
   HiddenShared<kTokens>& hidden_;
+  const Scales& scales_;
   int count_ = 0;
 };
 
@@ -394,10 +565,12 @@ __device__ __forceinline__ void which_have_parts(bool (&has)[kMost], const Decod
 
 // before: x before the FFN. Calls done(index of the pair in x, its two values) for each pair of
 // columns. all: every CTA has a part; otherwise those that say so in workspace.fired (one token).
-template <int kTokens, typename Done>
+// scales: of the columns of e4m3 weights, with kScaled.
+template <int kTokens, bool kScaled, typename Done>
 __device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, bool all,
                                           const AddShare& share, const Residual& before,
-                                          AddShared<kTokens>& shared, const Done& done) {
+                                          AddShared<kTokens>& shared, const float* scales,
+                                          const Done& done) {
   constexpr int kAtOnce = AddShared<kTokens>::kAtOnce, kTeams = kThreads / kAddPairs;
   constexpr int kParts = 5;  // loaded ahead
   const int thread = static_cast<int>(threadIdx.x), ctas = static_cast<int>(gridDim.x);
@@ -411,6 +584,8 @@ __device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, b
       const int at = finished * pairs + pair;
       gpu::Tagged x{};
       if (finishes) x = before.load_pair(at);
+      float2 scale{};
+      if (kScaled && finishes) scale = __ldg(reinterpret_cast<const float2*>(scales) + pair);
       float2 sums[kAtOnce] = {};
       for (int first = team; first < ctas; first += kTeams * kParts) {
         if constexpr (kTokens == 1) {
@@ -470,6 +645,7 @@ __device__ __forceinline__ void add_parts(const DecodeLayers& p, uint32_t tag, b
           sum.x += shared.sums[w][thread].x;
           sum.y += shared.sums[w][thread].y;
         }
+        if constexpr (kScaled) sum = {sum.x * scale.x, sum.y * scale.y};
         const float2 was = to_floats(before.wait_pair(x, at));
         done(at, bf16x2(was.x + sum.x, was.y + sum.y));
       }

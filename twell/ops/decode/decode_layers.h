@@ -7,6 +7,10 @@
 // rounded to bf16, as they are when the steps are kernels of their own. So are softmax weights,
 // which kernels of their own keep in f32.
 //
+// The projections may be in e4m3 with a scale per output (format/byte_matrix.h); inputs stay as
+// they are, and sums of products are multiplied by the scales. Keys and values may be in 8 bits
+// (format/kv_blocks.h): those of the new tokens are rounded to them before they are attended to.
+//
 // Decoding is bound by reading the weights once. A CTA per SM knows from the start which weights it
 // will read in which order, so that it requests them ahead, across the steps of a layer: memory
 // stays busy while the steps wait for each other.
@@ -36,20 +40,32 @@ inline constexpr int kMaxDecodeLayers = 128;
 // earlier on the stream may write the weights.
 struct DecodeLayer {
   const __nv_bfloat16* attention_norm = nullptr;  // [D]
-  const __nv_bfloat16* w_qkv = nullptr;           // [(H + 2 H_kv) * hd, D]
+  const void* w_qkv = nullptr;                    // [(H + 2 H_kv) * hd, D] bf16, or e4m3
   const __nv_bfloat16* b_qkv = nullptr;           // [(H + 2 H_kv) * hd] or null
-  const __nv_bfloat16* w_o = nullptr;             // [D, H * hd]
+  const void* w_o = nullptr;                      // [D, H * hd]
   const __nv_bfloat16* ffn_norm = nullptr;        // [D]
-  const __nv_bfloat16* w_gate = nullptr;          // [F, D]; null in all layers: no gate
-  const __nv_bfloat16* w_up = nullptr;            // [F, D]
-  const __nv_bfloat16* w_down = nullptr;          // [F, D]
-  __nv_bfloat16* keys = nullptr;                  // [rows, H_kv * hd]
+  const void* w_gate = nullptr;                   // [F, D]; null in all layers: no gate
+  const void* w_up = nullptr;                     // [F, D]
+  const void* w_down = nullptr;                   // [F, D]
+  __nv_bfloat16* keys = nullptr;                  // [rows, H_kv * hd]; not used in 8 bits
   __nv_bfloat16* values = nullptr;                // [rows, H_kv * hd]
   ActivityCuda* activity = nullptr;               // tokens and nnz are added; may be null
   bool sparse = false;                            // reads rows of active neurons only
   // Screen of w_gate (of w_up without a gate) for x after ffn_norm, or one without rows. With it, a
-  // sparse layer reads bf16 rows only of neurons that the screen lets through. Used for one token.
+  // sparse layer reads bf16 rows only of neurons that the screen lets through. Used for one token,
+  // and not beside weights in e4m3.
   GateScreen screen;
+};
+
+// What a layer has besides where things are in 8 bits.
+struct DecodeLayerBytes {
+  // Scales of the rows of the weights in e4m3.
+  const float* qkv_scales = nullptr;   // [(H + 2 H_kv) * hd]
+  const float* o_scales = nullptr;     // [D]
+  const float* gate_scales = nullptr;  // [F]
+  const float* up_scales = nullptr;    // [F]
+  const float* down_scales = nullptr;  // [D], of the columns of w_down
+  KvBytes keys, values;
 };
 
 // Arrays in which CTAs exchange results, for one call in flight; zeros before the first call.
@@ -104,10 +120,14 @@ struct DecodeLayers {
   __nv_bfloat16* x = nullptr;           // [M, D] in and out
   DecodeWorkspace workspace;
   DecodeLayer layer[kMaxDecodeLayers];
+  DecodeLayerBytes bytes[kMaxDecodeLayers];
+  bool weights_in_bytes = false;  // D, F and H * hd are multiples of 16 then
+  bool cache_in_bytes = false;
 };
 
 // How many tokens a call may have on the current device, 0 to kMaxDecodeTokens.
-int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim);
+int64_t decode_layers_max_tokens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim,
+                                 bool weights_in_bytes = false);
 // Whether layers may have screens on the current device.
 bool decode_layers_take_screens(int64_t width, int64_t q_width, int64_t ffn, int64_t head_dim);
 

@@ -30,6 +30,7 @@ struct Layers {
   int64_t norm_tokens = 0;        // most whose norms the products of a layer take along
   int64_t one_kernel_tokens = 0;  // most that one kernel of all layers takes; 0: none
   bool sparse = false;            // most layers decode a few sequences with a sparse execution
+  bool in_bytes = false;          // projections in e4m3, which few kernels per layer do not take
 };
 
 struct Batch {

@@ -33,6 +33,14 @@ TEST(LayersPaths, Decoding) {
   sparse.sparse = true;
   EXPECT_EQ(layers_path(sparse, decode(3, 10)), LayersPath::kOneKernel);
   EXPECT_EQ(layers_path(sparse, decode(4, 10)), LayersPath::kFewKernels);
+  // No few kernels take projections in e4m3.
+  Layers in_bytes = llama(8);
+  in_bytes.in_bytes = true;
+  for (const bool sparse_ones : {false, true}) {
+    in_bytes.sparse = sparse_ones;
+    EXPECT_EQ(layers_path(in_bytes, decode(4, 10)), LayersPath::kOneKernel);
+    EXPECT_EQ(layers_path(in_bytes, decode(5, 10)), LayersPath::kSingleOps);
+  }
   EXPECT_EQ(layers_path(llama(8), decode(1, 100'000)), LayersPath::kOneKernel);
   EXPECT_EQ(layers_path(llama(8), decode(5, 100'000)), LayersPath::kFewKernels);
   Batch batch = decode(5, 10);

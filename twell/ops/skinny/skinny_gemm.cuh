@@ -9,6 +9,10 @@
 // A product's sum does not depend on the order of its terms, so the eight values of a 16-byte piece
 // may stand for any eight k, as long as both operands agree.
 //
+// Weights are bf16, and x too, or e4m3 (uint8_t), which one instruction widens to f16 two at a
+// time; x is f16 then, times a power of two for each token (halves.cuh). A piece has sixteen of
+// them.
+//
 // How weights arrive is a subject of its own in each kernel. Here: a ring buffer in shared memory
 // that one warp fills by TMA across the steps of a persistent kernel (decode_layers_sm90.cu), and
 // direct loads of rows that are known only at run time. In layer_ops.cu: cp.async into slots
@@ -19,6 +23,7 @@
 
 #include "twell/format/gate_screen.h"
 #include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/half_pair.cuh"
 #include "twell/gpu/sm90/barrier.cuh"
 #include "twell/gpu/sm90/copy.cuh"
 #include "twell/gpu/warp_mma.cuh"
@@ -31,26 +36,38 @@ inline constexpr int kPairs = 8;           // of a low and a high row, per group
 inline constexpr int kGroup = 2 * kPairs;  // rows
 inline constexpr int kBlock = 32;          // values of a row that four lanes read together
 inline constexpr int kChunk = 1024;        // columns of a ring buffer stage
+// The same of weights of type W: as many bytes.
+template <typename W>
+inline constexpr int kBlockOf = kBlock * 2 / static_cast<int>(sizeof(W));
+template <typename W>
+inline constexpr int kChunkOf = kChunk * 2 / static_cast<int>(sizeof(W));
 
-struct Rows {
-  const __nv_bfloat16 *low, *high;  // null: zeros
+template <typename W>
+struct RowsOf {
+  const W *low, *high;  // null: zeros
 };
+using Rows = RowsOf<__nv_bfloat16>;
 
 // The blocks of some columns that this warp multiplies.
 struct Blocks {
   int begin, end;
-  __device__ explicit Blocks(int columns) {
+  __device__ explicit Blocks(int columns, int block = kBlock) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int blocks = (columns + kBlock - 1) / kBlock, share = (blocks + kWarps - 1) / kWarps;
+    const int blocks = (columns + block - 1) / block, share = (blocks + kWarps - 1) / kWarps;
     begin = min(warp * share, blocks);
     end = min(begin + share, blocks);
   }
 };
 
-// Bytes between rows of bf16 in shared memory: 64 more than a multiple of 128, so that lanes that
-// read 64 bytes each of neighbouring rows read different banks.
-__host__ __device__ inline int row_pitch(int columns) {
-  return (columns * 2 + 127) / 128 * 128 + 64;
+// Bytes between rows in shared memory, of bf16 unless said: 64 more than a multiple of 128, so that
+// lanes that read 64 bytes each of neighbouring rows read different banks.
+__host__ __device__ inline int row_pitch(int columns, int value_bytes = 2) {
+  return (columns * value_bytes + 127) / 128 * 128 + 64;
+}
+// The same of rows of x for weights of type W. Beside e4m3, lanes read 16 bytes, 32 bytes apart.
+template <typename W>
+__host__ __device__ inline int input_pitch(int columns) {
+  return sizeof(W) == 1 ? (columns * 2 + 127) / 128 * 128 + 16 : row_pitch(columns);
 }
 
 // Barrier of the warps that multiply.
@@ -201,8 +218,8 @@ class ScreenX {
 // words of x. The sums are the same for any number of tokens.
 //
 // The partial sums of kBatch groups are added together: all warps wait while that happens.
-// kTokens: at least the number of tokens.
-template <int kTokens>
+// kTokens: at least the number of tokens. W: the type of the weights.
+template <int kTokens, typename W = __nv_bfloat16>
 class Product {
  public:
   static constexpr int kBatch = kWarps / kTokens;  // groups whose sums are added together
@@ -215,7 +232,7 @@ class Product {
   __device__ __forceinline__ Product(int tokens, Shared& shared, uint32_t x, int pitch)
       : shared_(shared), tokens_(tokens) {
     const int lane = static_cast<int>(threadIdx.x) % 32, column = lane / 4;
-    x_ = x + static_cast<uint32_t>(lane % 4 * 16);
+    x_ = x + static_cast<uint32_t>(lane % 4 * (16 * kParts));
     if (kTokens == 1) {
       x_ += static_cast<uint32_t>(column % 2 * 4);  // columns 2 to 7 are not used
     } else {
@@ -264,22 +281,52 @@ class Product {
 
  private:
   static constexpr int kTeam = 4;  // lanes that add the partial sums of a pair
+  static constexpr int kBlock = kBlockOf<W>, kChunk = kChunkOf<W>;
+  static constexpr int kParts = 2 / static_cast<int>(sizeof(W));  // pieces of x for one of weights
+  struct Pieces {
+    uint4 of[kParts];
+  };
   struct Sums {
     float part[2][4] = {};  // one token: of low and of high rows; else of words 0, 2 and of 1, 3
   };
 
-  __device__ __forceinline__ void multiply(Sums& sums, const uint4& low, const uint4& high,
-                                           const uint4& x) const {
-    if constexpr (kTokens == 1) {
-      gpu::mma_16x8x16(sums.part[0], low.x, low.y, low.z, low.w, x.x, x.z);
-      gpu::mma_16x8x16(sums.part[1], high.x, high.y, high.z, high.w, x.x, x.z);
+  __device__ __forceinline__ static void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1) {
+    if constexpr (sizeof(W) == 1) {
+      gpu::mma_16x8x16_f16(d, a0, a1, a2, a3, b0, b1);
     } else {
-      gpu::mma_16x8x16(sums.part[0], low.x, high.x, low.z, high.z, x.x, x.z);
-      gpu::mma_16x8x16(sums.part[1], low.y, high.y, low.w, high.w, x.y, x.w);
+      gpu::mma_16x8x16(d, a0, a1, a2, a3, b0, b1);
     }
   }
+  __device__ __forceinline__ static void multiply_piece(Sums& sums, const uint4& low,
+                                                        const uint4& high, const uint4& x) {
+    if constexpr (kTokens == 1) {
+      mma(sums.part[0], low.x, low.y, low.z, low.w, x.x, x.z);
+      mma(sums.part[1], high.x, high.y, high.z, high.w, x.x, x.z);
+    } else {
+      mma(sums.part[0], low.x, high.x, low.z, high.z, x.x, x.z);
+      mma(sums.part[1], low.y, high.y, low.w, high.w, x.y, x.w);
+    }
+  }
+  __device__ __forceinline__ static void multiply(Sums& sums, const uint4& low, const uint4& high,
+                                                  const Pieces& x) {
+    if constexpr (sizeof(W) == 1) {
+      multiply_piece(sums, gpu::e4m3_to_halves(low.x, low.y), gpu::e4m3_to_halves(high.x, high.y),
+                     x.of[0]);
+      multiply_piece(sums, gpu::e4m3_to_halves(low.z, low.w), gpu::e4m3_to_halves(high.z, high.w),
+                     x.of[1]);
+    } else {
+      multiply_piece(sums, low, high, x.of[0]);
+    }
+  }
+  __device__ __forceinline__ Pieces load_x(uint32_t offset) const {
+    Pieces x;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) x.of[i] = load_x_piece(offset + static_cast<uint32_t>(i) * 16);
+    return x;
+  }
   // 16 bytes of x; for one token, the two words of them that this lane's column holds.
-  __device__ __forceinline__ uint4 load_x(uint32_t offset) const {
+  __device__ __forceinline__ uint4 load_x_piece(uint32_t offset) const {
     if constexpr (kTokens == 1) {
       return {gpu::load_shared4(x_ + offset), 0, gpu::load_shared4(x_ + offset + 8), 0};
     }
@@ -325,19 +372,22 @@ class Product {
   __device__ __forceinline__ void ring_chunk(Sums& sums, uint32_t low, uint32_t high, uint32_t x,
                                              int columns) const {
     constexpr int kOwn = kChunk / kBlock / kWarps;  // blocks of a whole chunk
-    const Blocks blocks(kWhole ? kChunk : columns);
-    const uint32_t first = static_cast<uint32_t>(blocks.begin) * (kBlock * 2);
-    uint4 l[kOwn], h[kOwn], part[kOwn];
+    constexpr auto kBlockBytes = static_cast<uint32_t>(kBlock * sizeof(W));
+    const Blocks blocks(kWhole ? kChunk : columns, kBlock);
+    const uint32_t first = static_cast<uint32_t>(blocks.begin) * kBlockBytes;
+    uint4 l[kOwn], h[kOwn];
+    Pieces part[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const uint32_t offset = first + static_cast<uint32_t>(i) * (kBlock * 2);
+      const uint32_t offset = first + static_cast<uint32_t>(i) * kBlockBytes;
       if (!kWhole) {
-        l[i] = h[i] = part[i] = uint4{};
+        l[i] = h[i] = uint4{};
+        part[i] = Pieces{};
         if (blocks.begin + i >= blocks.end) continue;
       }
       l[i] = gpu::load_shared16(low + offset);
       h[i] = gpu::load_shared16(high + offset);
-      part[i] = load_x(x + offset);
+      part[i] = load_x(x + offset * kParts);
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) multiply(sums, l[i], h[i], part[i]);
@@ -392,8 +442,9 @@ class Product {
   }
 
   // Adds in the order of ring_group, so that a row's product does not depend on how it was loaded.
-  __device__ __forceinline__ Sums loaded_group(int width, const Rows& rows) const {
-    constexpr int kOwn = kChunk / kBlock / kWarps, kChunks = 2;  // loaded ahead
+  __device__ __forceinline__ Sums loaded_group(int width, const RowsOf<W>& rows) const {
+    constexpr int kOwn = kChunk / kBlock / kWarps,
+                  kChunks = sizeof(W) == 1 ? 1 : 2;  // loaded ahead
     Sums sums;
 #pragma unroll 1
     for (int column = 0; column < width; column += kChunks * kChunk) {
@@ -402,14 +453,14 @@ class Product {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const int begin = column + c * kChunk;
-        const Blocks blocks(max(min(kChunk, width - begin), 0));
+        const Blocks blocks(max(min(kChunk, width - begin), 0), kBlock);
         first[c] = begin + blocks.begin * kBlock;
         count[c] = blocks.end - blocks.begin;
-        const int k = first[c] + at_ / 2;
+        const int k = first[c] + at_ / static_cast<int>(sizeof(W));
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           if (i >= count[c] || k + i * kBlock >= width) continue;
-          const auto load = [&](const __nv_bfloat16* row) {
+          const auto load = [&](const W* row) {
             return __ldcs(reinterpret_cast<const uint4*>(row + k + i * kBlock));
           };
           if (rows.low != nullptr) low[c][i] = load(rows.low);

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/decode/decode_launch_sm90.h"
+#include "twell/ops/decode/decode_layers_sm90.cuh"
+
+namespace twell::decode {
+
+cudaError_t launch_wide_wide(const DecodeLayers& problem, int multiprocessors, bool one,
+                             bool screens, cudaStream_t stream) {
+  return launch_as<__nv_bfloat16, __nv_bfloat16>(problem, multiprocessors, one, screens, stream);
+}
+
+}  // namespace twell::decode
