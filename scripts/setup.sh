@@ -46,6 +46,9 @@ fetch() {
   mapfile -t client < <(grep -v '^#' "$root/tests/serve_requirements.txt")
   python_packages openai-client "${client[@]}" ||
     echo "setup: the openai client could not be fetched; tests of the server are skipped" >&2
+  [[ $cuda == 0 ]] || command -v cuobjdump >/dev/null || [[ -x /usr/local/cuda/bin/cuobjdump ]] ||
+    python_packages cuobjdump nvidia-cuda-cuobjdump==13.5.37 ||
+    echo "setup: cuobjdump could not be fetched; spilled registers are not checked" >&2
   [[ $debian -lt 13 ]] || python_packages clang-format clang-format==14.0.6 ||
     echo "setup: clang-format 14 could not be fetched" >&2
 }
