@@ -452,6 +452,44 @@ class EndTest(unittest.TestCase):
         for connection in (half_head, half_body, idle, deaf):
             connection.close()
 
+    def large_body(self):
+        """Seconds of work for the reader of JSON."""
+        return request_bytes("POST", "/v1/completions", b'{"prompt": [' + b"{}," * 1_300_000 + b"{}]}")
+
+    def test_sigterm_during_a_large_body(self):
+        served = Served(BINARY)
+        clients = [Connection(served, timeout=60) for _ in range(2)]
+        for client in clients:
+            client.send(self.large_body())
+        time.sleep(0.1)
+        start = time.monotonic()
+        self.assertEqual(served.stop(), 0)
+        seconds = time.monotonic() - start
+        print(f"SIGTERM while two bodies of 4 MB are read: {seconds:.1f} s")
+        self.assertLess(seconds, 20)
+        for client in clients:
+            client.close()
+
+    def test_disconnect_during_a_large_body(self):
+        """Others are served while nobody waits for the body any more, and after it."""
+        served = Served(BINARY)
+        for _ in range(3):
+            gone = [Connection(served, timeout=60) for _ in range(2)]
+            for client in gone:
+                client.send(self.large_body())
+            time.sleep(0.05)
+            for client in gone:
+                client.close()
+            other = Connection(served, timeout=60)
+            start = time.monotonic()
+            self.assertEqual(other.get("/health")[0], 200)
+            self.assertLess(time.monotonic() - start, 5)
+            other.close()
+        last = Connection(served, timeout=120)
+        self.assertEqual(last.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0], 200)
+        last.close()
+        self.assertEqual(served.stop(), 0)
+
     def test_memory_is_given_back(self):
         if b"__asan_init" in pathlib.Path(BINARY).read_bytes():
             self.skipTest("AddressSanitizer keeps freed memory")
@@ -499,6 +537,31 @@ class EndTest(unittest.TestCase):
         many.close()
         print(f"single tokens beside 1024 sequences: {', '.join(f'{1000 * one:.0f}' for one in waits)} ms")
         self.assertLess(sorted(waits)[2], 2.0)
+        self.assertEqual(served.stop(), 0)
+
+
+class TemplateTest(unittest.TestCase):
+    def test_the_client_is_told_why_a_template_cannot_be_used(self):
+        for template, why in (("{% unknown %}", "unknown"), ("{{ messages | nosuchfilter }}", "nosuchfilter")):
+            served = Served(BINARY, template=template)
+            connection = Connection(served)
+            status, reply = connection.post(
+                "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+            self.assertEqual(status, 400)
+            self.assertIn("chat_template.jinja", reply["error"]["message"])
+            self.assertIn(why, reply["error"]["message"])
+            self.assertNotIn(str(served.folder), reply["error"]["message"])
+            self.assertEqual(connection.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0], 200)
+            connection.close()
+            self.assertEqual(served.stop(), 0)
+
+    def test_the_client_is_told_why_a_conversation_cannot_be_rendered(self):
+        served = Served(BINARY, template="{{ raise_exception('roles must alternate') }}")
+        connection = Connection(served)
+        status, reply = connection.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        self.assertEqual(status, 400)
+        self.assertIn("roles must alternate", reply["error"]["message"])
+        connection.close()
         self.assertEqual(served.stop(), 0)
 
 

@@ -30,7 +30,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& source,
 nlohmann::ordered_json parse_ordered_json(std::string_view text, const std::string& source,
                                           const JsonLimits& limits = {});
 // The value of one field of the object in the text, null when it is absent. The rest is checked but
-// not kept. InputError also where the text is no object.
+// not kept, nor compared for equal keys. InputError also where the text is no object.
 nlohmann::json parse_json_field(std::string_view text, const std::string& field,
                                 const std::string& source, const JsonLimits& limits = {});
 
