@@ -726,14 +726,19 @@ class OtherServersTest(unittest.TestCase):
         connection.send(request_bytes("GET", "/nothing"))
         self.assertEqual(connection.reply()[0], 404)
         connection.close()
+
+        def wait_for_lines(count):
+            deadline = time.monotonic() + 30
+            while len(log.read_text().splitlines()) < count and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+        wait_for_lines(6)  # connections have no order
         gone = Connection(served)  # goes in the middle of a stream
         gone.send(request_bytes("POST", "/v1/completions", {"prompt": ["a"] * 64, "max_tokens": 90,
                                                             "ignore_eos": True, "stream": True}))
         gone.head()
         gone.close()
-        deadline = time.monotonic() + 30
-        while len(log.read_text().splitlines()) < 7 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_lines(7)
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         self.assertEqual(lines[0], {"older": True})
         prompt = lines[1]["prompt_tokens"]
