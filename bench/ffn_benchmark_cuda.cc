@@ -210,14 +210,16 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
   TileUnionWorkspace unions(tokens, o.ffn);
   RowFusedWorkspace rows_workspace(ctx, tokens, o.width);
   const Piece tile_union = [&] { tile_union_up_down_cuda(ctx, up_down, unions); };
+  const Piece portable = [&] { portable_union_up_down_cuda(ctx, up_down, unions); };
   const Piece row_fused = [&] { row_fused_up_down_cuda(ctx, up_down, rows_workspace); };
 
   FfnCudaResult result;
   std::vector<FfnCudaRow>& rows = result.rows;
   rows = {row_of(pattern, FfnExecution::kDense), row_of(pattern, FfnExecution::kTileUnion),
-          row_of(pattern, FfnExecution::kRowFused)};
-  const Piece* sparse[] = {&tile_union, &row_fused};
-  for (size_t i = 0; i < 2; ++i) {
+          row_of(pattern, FfnExecution::kRowFused),
+          row_of(pattern, *find_gpu_ffn("portable-union"))};
+  const Piece* sparse[] = {&tile_union, &row_fused, &portable};
+  for (size_t i = 0; i < 3; ++i) {
     TWELL_CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), ctx.stream()));
     (*sparse[i])();
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
@@ -238,10 +240,11 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
       layers_8bit(ctx, o, tokens, {&weights, 1}, x, y, result.left_out);
   for (FfnCudaRow& row : rows_8bit(ctx, o, pattern, eight_bit)) rows.push_back(std::move(row));
   // These time each row's gate, its up and down, and its whole layer.
-  std::vector<Piece> gates = {[&] { dense.gate(ctx, weights, x); },
-                              [&] { gate_gemm_cuda(ctx, gate_gemm); }};
+  std::vector<Piece> gates = {
+      [&] { dense.gate(ctx, weights, x); }, [&] { gate_gemm_cuda(ctx, gate_gemm); },
+      [&] { gate_gemm_cuda(ctx, gate_gemm); }, [&] { gate_gemm_ring_cuda(ctx, gate_gemm); }};
   std::vector<Piece> rests = {[&] { dense.up_down(ctx, weights, x, dense_y.data()); }, tile_union,
-                              row_fused};
+                              row_fused, portable};
   std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); },
                                [&] {
                                  gate_gemm_cuda(ctx, followed_gate);
@@ -250,6 +253,10 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
                                [&] {
                                  gate_gemm_cuda(ctx, gate_gemm);
                                  row_fused();
+                               },
+                               [&] {
+                                 gate_gemm_ring_cuda(ctx, gate_gemm);
+                                 portable();
                                }};
   for (const Layer8Bit& l : eight_bit) {
     gates.push_back([&, &l = l] { l.layer->gate(ctx, l.weights[0], x); });
@@ -261,7 +268,7 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
   pieces.insert(pieces.end(), layers.begin(), layers.end());
   const auto times = time_pieces(ctx.stream(), o.repeats, pieces);
   for (size_t i = 0; i < rows.size(); ++i) {
-    rows[i].gate = times[i < 2 ? i : i - 1];  // the sparse executions share a gate GEMM
+    rows[i].gate = times[i];
     rows[i].up_down = times[gates.size() + i];
     rows[i].layer = times[gates.size() + rests.size() + i];
   }

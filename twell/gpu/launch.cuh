@@ -13,6 +13,14 @@
 
 namespace twell::gpu {
 
+// Threads that an SM holds, for the least CTAs of __launch_bounds__. Host code sees the larger one.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && \
+    __CUDA_ARCH__ / 10 != 100
+inline constexpr int kSmThreads = 1536;
+#else
+inline constexpr int kSmThreads = 2048;
+#endif
+
 // Waits until the kernels before this one on the stream are complete and their writes visible.
 // Every kernel launched by launch_dependent calls it before it touches memory that an earlier
 // kernel writes, or writes memory that one reads.

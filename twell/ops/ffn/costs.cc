@@ -73,6 +73,11 @@ struct GpuCosts {
     double first_bytes = 1.793;   // the first weight
     double images = 22.5;         // without a gate: compacting activations instead of up
   } tile_union;
+  struct {
+    double launches = 30.0;
+    double share = 0.6;  // of the rate of mma.sync that its products reach
+    double tile = 0.15;
+  } portable_union;
   // Tile-union's `down`, behind an 8-bit gate GEMM and a product of gate and up. Fitted to five
   // shapes of 1,024 to 16,384 tokens on an H200
   // (bench/results/2026-11-24-h200-screened-shapes.txt): within 10%, root mean square 4.6%.
@@ -104,17 +109,18 @@ constexpr double kSmallChunk = 256.0;      // columns that a cluster reads at a 
 constexpr double kSmallWidth = 2048.0;     // up to which x stays in shared memory
 constexpr int64_t kSmallTokens = 64;
 constexpr double kClusterSms = 4.0;
-constexpr double kMediumGroup = 16.0;   // neurons of a medium batch's union come in groups,
-constexpr double kMediumChunk = 192.0;  // and of `up` in chunks of at most so many
-constexpr double kMediumGate = 96.0;    // with fewer neurons of a CTA, the gate
-constexpr double kMediumUp = 32.0;      // and `up` wait for x
-constexpr double kTile = 128.0;         // tokens of a tile-union tile
-constexpr double kGateTile = 256.0;     // tokens and neurons of a gate GEMM tile of two SMs
-constexpr double kStep = 64.0;          // columns of a k-step
-constexpr double kBlock = 64.0;         // neurons of a block of a union,
-constexpr double kUpBlocks = 3.0;       // of which an `up` work item of one SM has so many,
-constexpr double kUpItems = 128.0;      // or fewer, where there are not as many items as these
-constexpr double kDownColumns = 256.0;  // columns of a `down` work item
+constexpr double kMediumGroup = 16.0;      // neurons of a medium batch's union come in groups,
+constexpr double kMediumChunk = 192.0;     // and of `up` in chunks of at most so many
+constexpr double kMediumGate = 96.0;       // with fewer neurons of a CTA, the gate
+constexpr double kMediumUp = 32.0;         // and `up` wait for x
+constexpr double kTile = 128.0;            // tokens of a tile-union tile
+constexpr double kGateTile = 256.0;        // tokens and neurons of a gate GEMM tile of two SMs
+constexpr double kStep = 64.0;             // columns of a k-step
+constexpr double kBlock = 64.0;            // neurons of a block of a union,
+constexpr double kUpBlocks = 3.0;          // of which an `up` work item of one SM has so many,
+constexpr double kUpItems = 128.0;         // or fewer, where there are not as many items as these
+constexpr double kDownColumns = 256.0;     // columns of a `down` work item
+constexpr double kPortableUpBlocks = 4.0;  // of an `up` item of the portable kernel
 constexpr double kSpilledShare = 1.0 / 16.0;  // with more active, many tiles are spilled
 constexpr double kL2Bytes = 50e6;             // of an H100 and an H200
 
@@ -240,6 +246,29 @@ double tile_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&
   return products * (1.0 + costs.throttle * std::max(std::log(products / 300.0), 0.0)) +
          costs.launches + s.work(costs.tile * tiles + heavy) +
          s.move(2.0 * s.d * s.f, costs.first_bytes);
+}
+
+double portable_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const auto& costs = kCosts.portable_union;
+  const double neurons = tile_neurons(s, activity), plain = std::ceil(s.m / kTile);
+  const double tiles = std::max(std::round(s.m / kTile * (1.0 + activity.extra_tiles)), plain);
+  const double blocks = std::min(neurons + 32.0, s.f) / kBlock;
+  // Items in rounds over the SMs, each of the time of its products at the rate of the tensor cores.
+  const double rate = s.rate(layer.device.mma_flops * costs.share) / s.sms;
+  const auto round_of = [&](double items, double flops) {
+    return std::max(std::ceil(items / s.sms), items / s.sms + 0.5) * flops / rate;
+  };
+  const double gate = round_of(plain * std::ceil(s.f / kGateTile), 2.0 * kTile * kGateTile * s.d);
+  const double chunks = std::ceil(blocks / kPortableUpBlocks);
+  const double up =
+      layer.gated ? round_of(tiles * chunks, 2.0 * kTile * kBlock * blocks / chunks * s.d) : 0.0;
+  const double down =
+      round_of(tiles * std::ceil(s.d / kDownColumns), 2.0 * kTile * kDownColumns * kBlock * blocks);
+  // The gate's image is cleared, written, read and written again.
+  const double images = s.move((layer.gated ? 4.0 : 2.0) * 2.0 * tiles * kTile * blocks * kBlock);
+  return costs.launches + std::max(gate, s.move(2.0 * s.d * s.f)) + up + down + images +
+         s.work(costs.tile * tiles) + s.move(2.0 * 2.0 * s.m * s.d);
 }
 
 double screened(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {

@@ -28,7 +28,7 @@ BatchFfnCuda batch_ffn(const FfnCallCuda& call) {
           .weights_are_constant = true};
 }
 
-SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progress) {
+SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progress, bool portable) {
   FfnBuffersCuda& buffers = call.buffers;
   const FfnForwardCuda& of = call.problem;
   const TwellShape shape = ffn_twell_shape(of.tokens, call.ffn());
@@ -48,10 +48,10 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
       .cut = call.cut(),
       .x_bytes = of.x_bytes,
       .w_gate_bytes = call.gated() ? of.weights.gate_bytes : of.weights.up_bytes};
-  if (call.ctx.compute_capability() == 90) {
+  if (call.ctx.compute_capability() == 90 && !portable) {
     gate_gemm_cuda(call.ctx, problem);
   } else {
-    gate_gemm_sm80_cuda(call.ctx, problem);
+    gate_gemm_ring_cuda(call.ctx, problem);
   }
   return {.tokens = of.tokens,
           .width = call.width(),

@@ -20,6 +20,8 @@ struct GpuDevice {
   double clock_ghz = 1.98;         // highest clock of the SMs
   double bandwidth = 4.917e6;      // bytes per microsecond of device memory, by its clock and width
   int64_t shared_memory = 232448;  // bytes that a CTA may have
+  // bf16 operations of mma.sync per SM and clock, f32 accumulation: multiplications and additions.
+  double mma_flops = 2560.0;
   bool operator==(const GpuDevice&) const = default;
 };
 

@@ -27,6 +27,7 @@ void launch_dense_few_bytes(const FfnCallCuda& call);
 void launch_few_tokens(const FfnCallCuda& call);
 void launch_medium_batch(const FfnCallCuda& call);
 void launch_tile_union(const FfnCallCuda& call);
+void launch_portable_union(const FfnCallCuda& call);
 void launch_screened(const FfnCallCuda& call);
 void launch_row_fused(const FfnCallCuda& call);
 
@@ -39,6 +40,7 @@ constexpr int kHopper = 90, kAnyGpu = 0, kNewest = std::numeric_limits<int>::max
 // tokens in 32 bits, have room.
 constexpr int64_t kUnionWidth = 131072;
 constexpr int64_t kUnionFfn = 524288;                      // a bit per neuron in shared memory
+constexpr int64_t kPortableFfn = 131072;                   // the same in 99 KiB
 constexpr int64_t kUnionWeights = (int64_t{1} << 35) - 1;  // 16-byte pieces are counted in 32 bits
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
 
@@ -151,6 +153,20 @@ constexpr std::array kRegistry = {
                     .cost = ffn_costs::screened,
                     .needed_share = ffn_costs::tile_union_share,
                     .launch = TWELL_FFN_LAUNCH(launch_screened)},
+    GpuFfnExecution{.name = "portable-union",
+                    .limits = {.least_capability = 80,
+                               .most_capability = kNewest,
+                               .activations = kZeros,
+                               .most_width = kUnionWidth,
+                               .most_ffn = kPortableFfn,
+                               .most_weights = kUnionWeights,
+                               .counts_rows = true,
+                               .maps_rows = true},
+                    .only_named_on_hopper = true,
+                    .counts_unions = true,
+                    .cost = ffn_costs::portable_union,
+                    .needed_share = ffn_costs::sparse_share,
+                    .launch = TWELL_FFN_LAUNCH(launch_portable_union)},
     GpuFfnExecution{.name = "row-fused",
                     .limits = {.least_capability = 80,
                                .most_capability = kNewest,

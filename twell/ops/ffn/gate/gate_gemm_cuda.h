@@ -62,9 +62,9 @@ GatePhases gate_gemm_phases(const CudaContext& ctx, int64_t tokens, int64_t ffn)
 
 void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
-// The same on mma.sync, for GPUs of compute capability 8.0 or later, with non-zeros in column
-// order; without progress and condition.
+// The same on mma.sync, for GPUs of compute capability 8.0 or later; without progress.
 void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
+void gate_gemm_ring_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
 // Clears counts [rows] and `words` words of progress in front of a GEMM that adds to them and is
 // launched as its dependent. The GEMM may start while this kernel runs, but not before all earlier

@@ -18,7 +18,7 @@
 #include "twell/gpu/sm90/barrier.cuh"
 #include "twell/gpu/sm90/copy.cuh"
 #include "twell/gpu/sm90/wgmma.cuh"
-#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
+#include "twell/ops/ffn/tile_union/gathered_items.cuh"
 
 namespace twell::tile_union {
 
@@ -158,7 +158,6 @@ struct ItemFeeder {
 namespace twell::tile_union::gathered {
 
 inline constexpr int kStages = 4;
-inline constexpr uint32_t kBytesA = kTileTokens * kBlock * 2;
 inline constexpr uint32_t kColumnBlockBytes = kBlock * 128;  // 64 rows by 64 columns
 inline constexpr uint32_t kBytesB = kColumns / 64 * kColumnBlockBytes;
 inline constexpr uint32_t kStageBytes = kBytesA + kBytesB;
@@ -167,22 +166,6 @@ inline constexpr uint32_t kOutBytes = 64 * 256;
 inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + kConsumerWarpgroups * kOutBytes +
                                          2 * kStages * 8 + ItemFeed::kBytes +
                                          1024;  // alignment to the swizzle atom
-
-// One or two sums over the same ids, accumulated one after the other.
-struct Operands {
-  const uint8_t* a[2];  // [blocks] of kBytesA
-  const uint4* b[2];    // rows of `width` bf16
-  const int32_t* ids;   // rows of B
-  int positions;        // number of ids; negative ids and those past the end contribute 0
-  int blocks;           // of 64 ids
-  int passes;           // 1 or 2
-  int column;           // first of 256
-  // For a problem that overlaps its predecessor: A may be read once *ready is at least `until`.
-  const int32_t* ready = nullptr;
-  int until = 0;
-
-  __device__ __forceinline__ int k_steps() const { return blocks * passes; }
-};
 
 struct Shared {
   uint32_t ring, out, feed, full, empty;

@@ -20,4 +20,10 @@ void launch_tile_union(const FfnCallCuda& call) {
   tile_union_up_down_cuda(call.ctx, problem, call.buffers.tile_union);
 }
 
+// On the portable gate GEMM, whatever the GPU.
+void launch_portable_union(const FfnCallCuda& call) {
+  portable_union_up_down_cuda(call.ctx, packed_gate(call, {}, /*portable=*/true),
+                              call.buffers.tile_union);
+}
+
 }  // namespace twell

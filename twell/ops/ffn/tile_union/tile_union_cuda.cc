@@ -183,6 +183,59 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
 }
 
+void portable_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
+                                 TileUnionWorkspace& workspace) {
+  check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.gate,
+                   /*portable=*/true);
+  TWELL_CHECK(problem.tokens <= workspace.max_tokens_ && problem.ffn <= workspace.ffn_,
+              "portable-union: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
+              workspace.max_tokens_, workspace.ffn_);
+  TWELL_CHECK(!problem.in_bytes() && !problem.follows_gate,
+              "portable-union takes bf16, behind a gate that is complete");
+  if (problem.tokens == 0) return;
+  const GateProgress progress = workspace.progress(problem.tokens);
+  Tiles tiles = workspace.tiles(problem.tokens, problem.ffn);
+  tiles.ready = nullptr;
+  tiles.chunk_blocks = kPortableBlocks;
+  const bool gated = problem.gated();
+  const TwellPacked& packed = problem.gate;
+  Gate gate{};
+  gate.words = packed.words;
+  gate.spill = reinterpret_cast<const uint4*>(packed.spill);
+  gate.row_nnz = packed.row_nnz;
+  gate.rows = static_cast<int>(problem.tokens);
+  gate.col_tiles = static_cast<int>(packed.shape.tiles());
+  gate.slots = packed.shape.slots();
+  gate.up_relu = problem.up_relu;
+  // With a gate, up squares it in f32.
+  gate.squared = problem.squared && !gated;
+  const cudaStream_t stream = ctx.stream();
+  const int ctas = ctx.multiprocessors();
+  TWELL_CUDA_CHECK(launch_find_unions(gate, tiles, problem.activity, progress.words, progress.size,
+                                      ctas, stream));
+  TWELL_CUDA_CHECK(launch_place_gates(gate, tiles, ctas, stream));
+  if (gated) {
+    Up up{};
+    up.tiles = tiles;
+    up.gate = gate;
+    up.gate.squared = problem.squared;
+    up.x = problem.x;
+    up.weight = problem.w_up;
+    up.taken = &tiles.counts->up_taken;
+    up.width = static_cast<int>(problem.width);
+    TWELL_CUDA_CHECK(launch_up_sm80(up, ctas, stream));
+  }
+  Down down{};
+  down.tiles = tiles;
+  down.weight = problem.w_down;
+  down.y = problem.y;
+  down.taken = &tiles.counts->down_taken;
+  down.width = static_cast<int>(problem.width);
+  down.add = problem.add;
+  down.y_rows = problem.y_rows;
+  TWELL_CUDA_CHECK(launch_down_sm80(down, ctas, stream));
+}
+
 void screened_ffn_cuda(CudaContext& ctx, const ScreenedFfnCuda& problem,
                        TileUnionWorkspace& workspace) {
   TWELL_CHECK(problem.tokens <= workspace.max_tokens_ && problem.ffn <= workspace.ffn_,

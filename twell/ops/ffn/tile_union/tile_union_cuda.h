@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tile-union: up and down of a packed gate (packed_ffn_cuda.h) by tiles of 128 tokens, on Hopper.
+// Tile-union: up and down of a packed gate (packed_ffn_cuda.h) by tiles of 128 tokens: for
+// Hopper, and for every GPU of compute capability 8.0 and later.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,6 +37,8 @@ class TileUnionWorkspace {
 
  private:
   friend void tile_union_up_down_cuda(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);
+  friend void portable_union_up_down_cuda(CudaContext&, const SparseUpDownCuda&,
+                                          TileUnionWorkspace&);
   friend void screened_ffn_cuda(CudaContext&, const ScreenedFfnCuda&, TileUnionWorkspace&);
   tile_union::Tiles tiles(int64_t tokens, int64_t ffn) const;
   int64_t max_tokens_;
@@ -56,5 +59,9 @@ class TileUnionWorkspace {
 
 void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
                              TileUnionWorkspace& workspace);
+// The same on mma.sync, for GPUs of compute capability 8.0 and later; not in e4m3, and not while
+// the gate GEMM runs.
+void portable_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
+                                 TileUnionWorkspace& workspace);
 
 }  // namespace twell

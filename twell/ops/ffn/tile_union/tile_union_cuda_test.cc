@@ -20,6 +20,9 @@
 namespace twell {
 namespace {
 
+// The kernels for Hopper, and those for every GPU.
+using UpDown = void (*)(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);
+
 struct Case {
   const char* name;
   int64_t tokens, width, ffn;
@@ -125,7 +128,8 @@ struct Problem {
   }
 
   std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
-                                 TileUnionWorkspace& workspace, int graph_replays = 0) {
+                                 TileUnionWorkspace& workspace, int graph_replays = 0,
+                                 UpDown up_down = tile_union_up_down_cuda) {
     const auto y = poisoned<__nv_bfloat16>(spec.tokens * spec.width);
     SparseUpDownCuda problem;
     problem.tokens = spec.tokens;
@@ -139,10 +143,9 @@ struct Problem {
     problem.y = y.data();
     problem.activity = activity.data();
     if (graph_replays > 0) {
-      replay_as_graph(stream, graph_replays,
-                      [&] { tile_union_up_down_cuda(ctx, problem, workspace); });
+      replay_as_graph(stream, graph_replays, [&] { up_down(ctx, problem, workspace); });
     } else {
-      tile_union_up_down_cuda(ctx, problem, workspace);
+      up_down(ctx, problem, workspace);
       stream.synchronize();
     }
     return download(y);
@@ -215,27 +218,82 @@ TEST_P(TileUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Shapes, TileUnionCudaTest,
-    testing::Values(Case{"one token", 1, 64, 256, 8, 0.1, 0},
-                    Case{"127", 127, 128, 512, 8, 0.05, 0}, Case{"129", 129, 264, 1000, 8, 0.02, 0},
-                    Case{"non-gated", 129, 264, 1000, 8, 0.02, 0, false},
-                    Case{"nothing fires", 300, 256, 1000, 8, 0.0, 0},
-                    Case{"everything fires", 200, 128, 1000, 8, 1.0, 0},
-                    Case{"dense", 300, 512, 1024, 4, 0.3, 0, true, 3},
-                    Case{"more than is listed", 300, 256, 1000, 4, 0.1, 0},
-                    Case{"heavy rows", 1000, 128, 2048, 8, 0.01, 100},
-                    Case{"many heavy rows", 1000, 72, 1024, 2, 0.01, 5},
-                    Case{"wide F", 130, 64, 8200, 8, 0.005, 50},
-                    Case{"F past 65536", 130, 64, 66000, 8, 0.001, 70},
-                    Case{"many tokens", 65537, 64, 264, 8, 0.01, 1000, true, 17}),
-    [](const testing::TestParamInfo<Case>& test) {
-      std::string name = test.param.name;
-      for (char& c : name) {
-        if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
-      }
-      return name;
-    });
+class PortableUnionCudaTest : public testing::TestWithParam<Case> {};
+
+TEST_P(PortableUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
+  TWELL_GPU_TEST();
+  Problem problem(GetParam());
+  TileUnionWorkspace workspace(problem.spec.tokens, problem.spec.ffn);
+  const auto once = problem.run(ctx, stream, workspace, 0, portable_union_up_down_cuda);
+  problem.check(once);
+  problem.check_counts(1);
+  const auto again = problem.run(ctx, stream, workspace, 2, portable_union_up_down_cuda);
+  problem.check_counts(3);
+  EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+}
+
+const auto kCases = testing::Values(
+    Case{"one token", 1, 64, 256, 8, 0.1, 0}, Case{"127", 127, 128, 512, 8, 0.05, 0},
+    Case{"129", 129, 264, 1000, 8, 0.02, 0}, Case{"non-gated", 129, 264, 1000, 8, 0.02, 0, false},
+    Case{"nothing fires", 300, 256, 1000, 8, 0.0, 0},
+    Case{"everything fires", 200, 128, 1000, 8, 1.0, 0},
+    Case{"dense", 300, 512, 1024, 4, 0.3, 0, true, 3},
+    Case{"more than is listed", 300, 256, 1000, 4, 0.1, 0},
+    Case{"heavy rows", 1000, 128, 2048, 8, 0.01, 100},
+    Case{"many heavy rows", 1000, 72, 1024, 2, 0.01, 5},
+    Case{"wide F", 130, 64, 8200, 8, 0.005, 50}, Case{"F past 65536", 130, 64, 66000, 8, 0.001, 70},
+    Case{"many tokens", 65537, 64, 264, 8, 0.01, 1000, true, 17});
+
+std::string case_name(const testing::TestParamInfo<Case>& test) {
+  std::string name = test.param.name;
+  for (char& c : name) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, TileUnionCudaTest, kCases, case_name);
+INSTANTIATE_TEST_SUITE_P(Shapes, PortableUnionCudaTest, kCases, case_name);
+
+// y += of two calls, rows of y in another order, a squared gate, and a ReLU on both.
+TEST(PortableUnionCuda, IsTileUnionWithEveryOption) {
+  TWELL_HOPPER_TEST();
+  Problem problem({"options", 300, 264, 1000, 8, 0.03, 90});
+  TileUnionWorkspace workspace(300, 1000);
+  std::vector<int32_t> rows(300);
+  for (int i = 0; i < 300; ++i) rows[static_cast<size_t>(i)] = (i * 7 + 3) % 300;
+  const auto device_rows = upload(rows);
+  for (int options = 0; options < 16; ++options) {
+    const auto run = [&](UpDown up_down) {
+      const auto y = upload(to_bf16s(problem.x));
+      SparseUpDownCuda call;
+      call.tokens = 300;
+      call.width = 264;
+      call.ffn = 1000;
+      call.gate = {problem.shape, problem.device_words.data(), problem.device_spill.data(),
+                   problem.shape.max_spill_slots(), problem.device_nnz.data()};
+      call.x = problem.device_x.data();
+      call.w_up = (options & 8) != 0 ? nullptr : problem.device_up.data();
+      call.w_down = problem.device_down.data();
+      call.y = y.data();
+      call.add = (options & 1) != 0;
+      call.squared = (options & 2) != 0;
+      call.up_relu = (options & 4) != 0 && call.w_up != nullptr;
+      call.y_rows = (options & 1) != 0 ? device_rows.data() : nullptr;
+      up_down(ctx, call, workspace);
+      stream.synchronize();
+      return download(y);
+    };
+    const auto want = run(tile_union_up_down_cuda), got = run(portable_union_up_down_cuda);
+    double difference = 0.0, size = 0.0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      const double a = __bfloat162float(want[i]), b = __bfloat162float(got[i]);
+      difference += (a - b) * (a - b);
+      size += a * a;
+    }
+    EXPECT_LE(std::sqrt(difference), std::ldexp(std::sqrt(size), -9)) << options;
+  }
+}
 
 TEST(TileUnionCuda, ReplaysAsAGraphInALargerWorkspace) {
   TWELL_HOPPER_TEST();

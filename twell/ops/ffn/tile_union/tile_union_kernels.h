@@ -28,7 +28,8 @@ inline constexpr int kBlock = 64;        // neurons per block: 128 bytes, the wi
 // A work item of up has at most 192 neurons. 256 would halve the traffic of x, but leave shared
 // memory for three stages only; four stages are faster (docs/kernels.md).
 inline constexpr int kMaxChunkBlocks = 3;
-inline constexpr int kGateUpBlocks = 2;  // of an item that also computes the gate
+inline constexpr int kGateUpBlocks = 2;    // of an item that also computes the gate
+inline constexpr int kPortableBlocks = 4;  // of an item of the portable kernel
 // Where there are few tiles, items are smaller, so that there are about as many as SMs.
 inline constexpr int kSpreadItems = 128;
 inline constexpr int kColumns = 256;  // columns of y per work item of down
@@ -157,5 +158,10 @@ cudaError_t launch_place_gates(const Gate& gate, const Tiles& tiles, int ctas, c
                                Condition condition = nullptr);
 cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream);
 cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream);
+// For compute capability 8.0 and later, behind find_unions without `entries` and place_gates, whose
+// activations are the gate that up multiplies with; not in e4m3. Items of up have at most
+// kPortableBlocks blocks.
+cudaError_t launch_up_sm80(const Up& up, int ctas, cudaStream_t stream);
+cudaError_t launch_down_sm80(const Down& down, int ctas, cudaStream_t stream);
 
 }  // namespace twell::tile_union

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two GEMMs of the tile-union execution, behind find_unions (unions_sm90.cu). Both are
+// The two GEMMs of the tile-union execution, behind find_unions (unions.cu). Both are
 // persistent.
 //
 // 1. up, with the gate applied in the epilogue: activations[tile] = gate[tile] * (x[tile tokens]
@@ -671,45 +671,17 @@ __global__ void __launch_bounds__(Sizes<kMakes, kBytes>::kCtaThreads, 1)
 
 // kScaled: columns of the weight have scales.
 template <bool kScaled>
-struct DownProblem {
+struct DownProblem : DownItems {
   static constexpr bool kOrdered = false;
 
-  Tiles tiles;
-  const __nv_bfloat16* activations[2];
-  const __nv_bfloat16* weight[2];  // [F, D]; the second is null where there is one product
-  __nv_bfloat16* y;                // [M, D]
-  int32_t* taken;
-  int width;              // D
-  bool add;               // y += instead of =
-  const int32_t* y_rows;  // [M] or null
   const float* y_scales;  // [D] with kScaled
 
   // tiles.ready is not null: find_unions may still be running.
   __device__ __forceinline__ void wait_for_items() const {
     while (gpu::load_acquire(&tiles.counts->complete) == 0) __nanosleep(100);
   }
-  // Loads {tile, first column, neurons in the tile's union, its first block}.
   __device__ __forceinline__ int4 load(int index) const {
-    const int column_blocks = (width + kColumns - 1) / kColumns;
-    if (index >= tiles.counts->tiles * column_blocks) return int4{-1, 0, 0, 0};
-    const int tile = tiles.order[index / column_blocks];
-    return int4{tile, index % column_blocks * kColumns, tiles.union_size[tile],
-                tiles.first_block[tile]};
-  }
-  __device__ __forceinline__ gathered::Operands operands(const int4& item) const {
-    const int64_t offset = int64_t{item.w} * gathered::kBytesA;
-    const auto image = [&](int i) {
-      return reinterpret_cast<const uint8_t*>(activations[i]) + offset;
-    };
-    return {{image(0), image(1)},
-            {reinterpret_cast<const uint4*>(weight[0]), reinterpret_cast<const uint4*>(weight[1])},
-            tiles.union_ids + int64_t{item.w} * kBlock,
-            item.z,
-            (item.z + kBlock - 1) / kBlock,
-            weight[1] != nullptr ? 2 : 1,
-            item.y,
-            tiles.ready + item.x,
-            2 * ((item.z + kBlock - 1) / kBlock)};
+    return index >= items() ? int4{-1, 0, 0, 0} : second(first(index));
   }
 
   // Writes y through shared memory, so that rows are written in whole 256-byte pieces.
@@ -803,15 +775,7 @@ cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream) {
 
 template <bool kScaled>
 static cudaError_t launch_down(const Down& down, int ctas, cudaStream_t stream) {
-  const DownProblem<kScaled> problem{down.tiles,
-                                     {down.tiles.activations, down.activations2},
-                                     {down.weight, down.weight2},
-                                     down.y,
-                                     down.taken,
-                                     down.width,
-                                     down.add,
-                                     down.y_rows,
-                                     down.y_scales};
+  const DownProblem<kScaled> problem{DownItems(down), down.y_scales};
   return down.tiles.ready != nullptr ? gathered::launch<true>(problem, ctas, stream)
                                      : gathered::launch(problem, ctas, stream);
 }

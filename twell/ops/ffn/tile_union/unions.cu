@@ -16,7 +16,7 @@
 #include "twell/format/activity_cuda.h"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
-#include "twell/gpu/sm90/barrier.cuh"
+#include "twell/gpu/sync.cuh"
 #include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 
 namespace twell::tile_union {
@@ -707,12 +707,8 @@ cudaError_t launch(const Gate& gate, const Tiles& tiles, ActivityCuda* activity,
   const int heavy_parts = std::clamp((gate.col_tiles + 1) / 2, 1, kMaxParts);
   // Holds masks, neurons below each word and list lengths; in the end the tiles sorted by size.
   const int bytes = std::max(gate.col_tiles * (8 + 8 + 1), tiles.blocks + 1) * 4;
-  // Allow the largest size every time: contexts with other sizes may launch at the same time.
-  constexpr int kMostBytes = (kMaxFfn + 255) / 256 * (8 + 8 + 1) * 4;
-  static_assert(kMostBytes >= (kMaxFfn / kBlock + 1) * 4);
   const auto kernel = find_unions_kernel<kVariant>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+  const cudaError_t status = gpu::allow_most_shared_memory(kernel);
   if (status != cudaSuccess) return status;
   return gpu::launch_dependent(kernel, dim3(plain_tiles * parts), kThreads, bytes, stream, gate,
                                tiles, parts, heavy_parts, ctas, activity);

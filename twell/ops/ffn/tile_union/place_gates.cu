@@ -188,7 +188,8 @@ struct TileRange {
 
 // `parts` CTAs share the positions of a tile's union. Tiles of heavy rows, the last ones, take
 // longest and start first.
-__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads,
+                                  std::min(kCtasPerMultiprocessor, gpu::kSmThreads / kThreads))
     place_gates_kernel(Gate gate, Tiles tiles, int parts, Condition condition) {
   extern __shared__ uint32_t mask[];  // [words] a bit per neuron of the union
   __shared__ int32_t tokens[kTileTokens];
@@ -251,10 +252,7 @@ cudaError_t launch(const Gate& gate, const Tiles& tiles, int ctas, cudaStream_t 
   const int fill = std::clamp((wave + tiles.max_tiles - 1) / tiles.max_tiles, kMinParts, kMaxParts);
   const int parts = std::max(fill, (tiles.blocks * kBlock + kStaged - 1) / kStaged);
   const int bytes = (gate.col_tiles * 8 * 2 + 1) * 4;
-  // Allow the largest size every time: contexts of other sizes may launch at the same time.
-  constexpr int kMostBytes = ((kMaxFfn + 255) / 256 * 8 * 2 + 1) * 4;
-  const cudaError_t status = cudaFuncSetAttribute(
-      place_gates_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+  const cudaError_t status = gpu::allow_most_shared_memory(place_gates_kernel);
   if (status != cudaSuccess) return status;
   return gpu::launch_dependent(place_gates_kernel, dim3(tiles.max_tiles * parts), kThreads, bytes,
                                stream, gate, tiles, parts, condition);
