@@ -2,12 +2,14 @@
 // Times the feed-forward layer in training on the GPU, forward and backward, dense against hybrid,
 // on one activation pattern after the other. It checks errors before it times.
 //   ffn_train_cuda_bench [--width D] [--ffn F] [--patterns FILE]... [--layer N]... [--nnz K]...
-//                        [--full-rows K]... [--tokens M]... [--check] [--relu2] [--jsonl FILE]
+//                        [--full-rows K]... [--tokens M]... [--check] [--relu2] [--portable]
+//                        [--jsonl FILE]
 // A pattern is repeated over the tokens. The hybrid execution runs its gate GEMM and continues with
 // the pattern; the dense execution runs on operands whose gate has as many non-zeros. For each file
 // it prints the mean of dense / chosen, where choose_gpu_ffn_train chooses from the pattern's
 // counts. --check compares both with f32 sums on the pattern's first 4,096 tokens. Patterns of
 // other than F neurons are stretched to F. --relu2 also times the hybrid execution of relu2.
+// --portable runs its kernels for every GPU on Hopper too.
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -38,6 +40,7 @@ struct Options {
   int rounds = 21;
   bool check = false;
   bool relu2 = false;
+  bool portable = false;
   bool time = true;
   std::string jsonl;
 };
@@ -76,7 +79,10 @@ struct Operands {
   DeviceBuffer<__nv_bfloat16> x, d_y, w_gate, w_up, w_down;
 
   Operands(const Options& options, int64_t tokens)
-      : shape{tokens, options.width, options.ffn, true},
+      : shape{.max_tokens = tokens,
+              .width = options.width,
+              .ffn = options.ffn,
+              .portable = options.portable},
         host_w_gate(random_operand(shape.ffn * shape.width, 4, 0.02f)),
         d_y(upload(random_operand(tokens * shape.width, 5, 1e-3f))),
         w_gate(shape.ffn * shape.width),
@@ -421,6 +427,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--rounds", options.rounds, "timed rounds")->capture_default_str();
   app.add_flag("--check", options.check, "errors against f32 first");
+  app.add_flag("--portable", options.portable, "hybrid on the kernels for every GPU");
   app.add_flag("--relu2", options.relu2, "also time the hybrid execution of relu2");
   app.add_flag("!--no-time", options.time, "no timing");
   app.add_option("--jsonl", options.jsonl, "file to append JSON lines to");

@@ -3,9 +3,8 @@
 // measured. Plain arithmetic without CUDA headers.
 //   execution   GPU      takes
 //   dense       any      every layer
-//   hybrid      Hopper   activations that leave zeros, no biases, F a multiple of 8 up to 524,288,
-//   D up to
-//                        131,072, D F below 2^35
+//   hybrid      8.0 on   activations that leave zeros, no biases, F a multiple of 8 up to 524,288
+//                        on Hopper and 131,072 elsewhere, D up to 131,072, D F below 2^35
 #pragma once
 
 #include <cstdint>

@@ -340,19 +340,22 @@ TEST_P(FfnTrainCudaTest, BothExecutionsMatchTheReference) {
     EXPECT_EQ(dense, layer.run(FfnTrainExecution::kDense, -1.0));
   }
   if (!ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) GTEST_SKIP() << "dense only";
-  SCOPED_TRACE("hybrid");
   const double nnz = mean_nnz(expected);
-  const LayerResult hybrid = layer.run(FfnTrainExecution::kHybrid, nnz);
-  expect_matches(hybrid, p, expected);
-  expect_no_less_exact(hybrid, dense, expected);
-  EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz));
-  // Whether what forward saw could be kept must not show.
-  const LayerResult short_of_memory = layer.run(FfnTrainExecution::kHybrid, 0.0);
-  EXPECT_EQ(hybrid, short_of_memory);
-  if (nnz > 2.0) {
-    EXPECT_GE(short_of_memory.counts.recomputed, 1);
+  for (const bool portable : {false, true}) {
+    SCOPED_TRACE(portable ? "portable hybrid" : "hybrid");
+    layer.saved.shape.portable = portable;
+    const LayerResult hybrid = layer.run(FfnTrainExecution::kHybrid, nnz);
+    expect_matches(hybrid, p, expected);
+    expect_no_less_exact(hybrid, dense, expected);
+    EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz));
+    // Whether what forward saw could be kept must not show.
+    const LayerResult short_of_memory = layer.run(FfnTrainExecution::kHybrid, 0.0);
+    EXPECT_EQ(hybrid, short_of_memory);
+    if (nnz > 2.0) {
+      EXPECT_GE(short_of_memory.counts.recomputed, 1);
+    }
+    EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz, /*union_neurons=*/1.0));
   }
-  EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz, /*union_neurons=*/1.0));
 }
 
 TEST_P(FfnTrainCudaTest, WritesGradientsWhateverWasThere) {
@@ -367,9 +370,13 @@ TEST_P(FfnTrainCudaTest, WritesGradientsWhateverWasThere) {
   const double nnz = mean_nnz(expected);
   expect_matches(layer.run(FfnTrainExecution::kDense, -1.0), p, expected, /*start=*/0.0);
   if (!ffn_train_hybrid_unsupported(ctx, layer.shape).empty()) GTEST_SKIP() << "dense only";
-  const LayerResult hybrid = layer.run(FfnTrainExecution::kHybrid, nnz);
-  expect_matches(hybrid, p, expected, /*start=*/0.0);
-  EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz));
+  for (const bool portable : {false, true}) {
+    SCOPED_TRACE(portable ? "portable hybrid" : "hybrid");
+    layer.saved.shape.portable = portable;
+    const LayerResult hybrid = layer.run(FfnTrainExecution::kHybrid, nnz);
+    expect_matches(hybrid, p, expected, /*start=*/0.0);
+    EXPECT_EQ(hybrid, layer.run(FfnTrainExecution::kHybrid, nnz));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -57,6 +57,7 @@ class FewTokenWorkspace {
 
  private:
   friend void few_token_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
+  friend void portable_rows_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
   int64_t max_ffn_;
   DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
   DeviceBuffer<uint64_t> fired_;        // active neurons, 0 between calls
@@ -66,5 +67,9 @@ class FewTokenWorkspace {
 };
 void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace);
+// Up to 8 tokens on every GPU of compute capability 8.0 and later, whose x [M, D], rounded up to a
+// power of two of tokens, fits into a CTA's shared memory.
+void portable_rows_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
+                            FewTokenWorkspace& workspace);
 
 }  // namespace twell

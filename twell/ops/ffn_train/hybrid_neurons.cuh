@@ -1,45 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of neurons of hybrid training (hybrid_sm90.cu): rank, neuron_unions, transpose.
+// Tiles of neurons of hybrid training (hybrid.cu): rank, neuron_unions, transpose.
 #pragma once
 
-#include "twell/ops/ffn_train/hybrid_keep_sm90.cuh"
+#include "twell/ops/ffn_train/hybrid_keep.cuh"
 
 namespace twell::ffn_train {
 namespace {
-
-// Weight gradients are sums over tokens, so here 128 neurons make a tile, which gathers the tokens
-// that any of them is active on. Neurons that fire about equally often share a tile.
-struct NeuronCounts {
-  int32_t tiles;
-  int32_t blocks;      // of all tiles
-  int32_t items;       // of weight_grads
-  int32_t arrived;     // CTAs of neuron_unions that have finished
-  int32_t transposed;  // blocks that CTAs of transpose have taken
-  // Queue counters of weight_grads, of the product d_y w_down^T, of u when it is computed again,
-  // and of d_x.
-  int32_t taken, up_taken, again_taken, down_taken;
-};
-struct NeuronTiles {
-  // Must be 0 before backward:
-  int32_t* nnz;    // [F] tokens that a neuron is active on
-  int32_t* size;   // [tiles] tokens that any neuron of the tile is active on
-  int32_t* turns;  // [tiles, products * columns, 2] pieces added so far
-  NeuronCounts* counts;
-  // Written by backward:
-  int32_t* order;        // [tiles, kNeuronTile] neuron, or -1
-  uint32_t* mask;        // [tiles, words] a bit per slot of the token tiles
-  int32_t* positions;    // [tiles, words / 4, kNeuronTile] a neuron's position in the union of a
-                         // token tile, counted from the first block of all; or -1
-  int32_t* first_block;  // [tiles]
-  int32_t* ids;          // [blocks, kBlock] token, or -1
-  __nv_bfloat16* images[3];  // by product: [blocks, kNeuronTile, kBlock]
-  int4* entries;             // {first block, blocks, tile, 2 * piece + (1: more pieces follow)}
-  int ffn;                   // F
-  int max_tiles;             // F / kNeuronTile rounded up
-  int words;                 // 4 per token tile
-  int products;              // 3, or 2 without a gate
-  int columns;               // D / 256 rounded up
-};
 
 struct Transpose {
   Tiles tiles;

@@ -19,14 +19,33 @@
 #include "twell/gpu/scan.cuh"
 #include "twell/gpu/sm90/tensor_map.h"
 #include "twell/ops/ffn/gate/gate_gemm_cuda.h"
-#include "twell/ops/ffn/tile_union/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 #include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
-#include "twell/ops/ffn_train/hybrid_weight_grads_sm90.cuh"
+#include "twell/ops/ffn_train/hybrid_neurons.cuh"
 
 namespace twell::ffn_train {
 namespace {
+
+// --- clear_idle: gradients of neurons that never fire, where they are overwritten ---
+constexpr int kClearThreads = 256;
+
+// One CTA per neuron.
+__global__ void __launch_bounds__(kClearThreads) clear_idle_kernel(WeightGrads grads) {
+  gpu::allow_next_kernel();
+  gpu::wait_for_previous_kernel();
+  if (grads.neurons.nnz[blockIdx.x] != 0) return;
+  const int pieces = grads.width / 4;
+  for (int p = 0; p < grads.neurons.products; ++p) {
+    auto* row = reinterpret_cast<float4*>(grads.grads[p]) + int64_t{blockIdx.x} * pieces;
+    for (int i = threadIdx.x; i < pieces; i += kClearThreads) row[i] = float4{};
+  }
+}
+
+cudaError_t launch_clear_idle(const WeightGrads& grads, cudaStream_t stream) {
+  return gpu::launch_dependent(clear_idle_kernel, dim3(static_cast<unsigned>(grads.neurons.ffn)),
+                               kClearThreads, 0, stream, grads);
+}
 
 constexpr int32_t kGateTile = 256;   // T of the gate's TwELL
 constexpr int32_t kCompression = 8;  // C of it
@@ -145,15 +164,18 @@ struct HybridWorkspace {
 // A chunk of a call: its tiles, with images in the workspace, and its gate.
 struct HybridChunk {
   int64_t begin, tokens;
+  bool portable;  // on kernels for every GPU
   Tiles tiles;
   Kept kept;
   int64_t zero_bytes;        // from kept.state on, which must be 0 before forward
   TwellPacked made;          // output of the gate GEMM
   tile_union::Gate pattern;  // what later kernels read: `made`, or the activations to replay
 
-  HybridChunk(const FfnSavedCuda& saved, const HybridWorkspace& work, int64_t index,
-              int64_t all_tokens, const TwellPacked& replay)
-      : begin(index * kChunkTokens), tokens(std::min<int64_t>(kChunkTokens, all_tokens - begin)) {
+  HybridChunk(const CudaContext& ctx, const FfnSavedCuda& saved, const HybridWorkspace& work,
+              int64_t index, int64_t all_tokens, const TwellPacked& replay)
+      : begin(index * kChunkTokens),
+        tokens(std::min<int64_t>(kChunkTokens, all_tokens - begin)),
+        portable(saved.shape.portable || ctx.compute_capability() != 90) {
     Carver carver = device_carver(saved.memory);
     for (int64_t i = 0; i < index; ++i) SavedChunk(saved.shape, saved.capacity, carver);
     const SavedChunk own(saved.shape, saved.capacity, carver);
@@ -162,6 +184,7 @@ struct HybridChunk {
     zero_bytes = own.zero_bytes;
     tiles.activations = work.images[0];
     tiles.max_tiles = static_cast<int>(TileUnionWorkspace::max_tiles(tokens));
+    if (portable) tiles.chunk_blocks = tile_union::kPortableBlocks;
     made = work.gate;
     made.shape.rows = tokens;
     TwellPacked used = made;
@@ -186,7 +209,9 @@ tile_union::Up up_product(const HybridChunk& chunk, const FfnTrainShapeCuda& sha
                           tile_union::Condition condition = nullptr) {
   tile_union::Up up{};
   up.x = x + chunk.begin * shape.width;
-  up.map_x = gpu::matrix_tensor_map(up.x, chunk.tokens, shape.width, tile_union::kTileTokens);
+  if (!chunk.portable) {
+    up.map_x = gpu::matrix_tensor_map(up.x, chunk.tokens, shape.width, tile_union::kTileTokens);
+  }
   up.tiles = chunk.tiles;
   up.weight = weight;
   up.product = product;
@@ -207,6 +232,20 @@ GateGemmCuda gate_gemm(const HybridChunk& chunk, const FfnTrainShapeCuda& shape,
           .cut = bf16_cut(weights.activation, weights.threshold)};
 }
 
+void run_gate(CudaContext& ctx, const HybridChunk& chunk, const GateGemmCuda& problem) {
+  chunk.portable ? gate_gemm_ring_cuda(ctx, problem) : gate_gemm_cuda(ctx, problem);
+}
+cudaError_t launch_up(const HybridChunk& chunk, const tile_union::Up& up, int ctas,
+                      cudaStream_t stream) {
+  return chunk.portable ? tile_union::launch_up_sm80(up, ctas, stream)
+                        : tile_union::launch_up_sm90(up, ctas, stream);
+}
+cudaError_t launch_down(const HybridChunk& chunk, const tile_union::Down& down, int ctas,
+                        cudaStream_t stream) {
+  return chunk.portable ? tile_union::launch_down_sm80(down, ctas, stream)
+                        : launch_down(chunk, down, ctas, stream);
+}
+
 void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                    const FfnTrainShapeCuda& shape, const HybridChunk& chunk,
                    const HybridWorkspace& work) {
@@ -214,12 +253,13 @@ void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
   const int ctas = ctx.multiprocessors();
   KeptState* state = chunk.kept.state;
   TWELL_CUDA_CHECK(cudaMemsetAsync(state, 0, static_cast<size_t>(chunk.zero_bytes), stream));
-  gate_gemm_cuda(ctx, gate_gemm(chunk, shape, problem.weights, problem.x));
+  run_gate(ctx, chunk, gate_gemm(chunk, shape, problem.weights, problem.x));
   TWELL_CUDA_CHECK(tile_union::launch_find_unions(chunk.pattern, chunk.tiles, &state->activity,
                                                   nullptr, 0, ctas, stream));
   TWELL_CUDA_CHECK(tile_union::launch_place_gates(chunk.pattern, chunk.tiles, ctas, stream));
   if (shape.gated) {
-    TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
+    TWELL_CUDA_CHECK(launch_up(
+        chunk,
         up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1], &state->up_taken),
         ctas, stream));
   }
@@ -232,12 +272,13 @@ void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
                                 .squared = problem.weights.activation == Activation::kRelu2,
                                 .up_relu = problem.weights.activation == Activation::kDRelu},
                                ctas, stream));
-  TWELL_CUDA_CHECK(tile_union::launch_down_sm90({.tiles = chunk.tiles,
-                                                 .weight = problem.weights.w_down,
-                                                 .y = problem.y + chunk.begin * shape.width,
-                                                 .taken = &state->down_taken,
-                                                 .width = static_cast<int>(shape.width)},
-                                                ctas, stream));
+  TWELL_CUDA_CHECK(launch_down(chunk,
+                               {.tiles = chunk.tiles,
+                                .weight = problem.weights.w_down,
+                                .y = problem.y + chunk.begin * shape.width,
+                                .taken = &state->down_taken,
+                                .width = static_cast<int>(shape.width)},
+                               ctas, stream));
 }
 
 // Computes g and u of a chunk again, on the device's condition that not everything could be kept.
@@ -249,14 +290,15 @@ void recompute(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   const int ctas = ctx.multiprocessors();
   GateGemmCuda gate = gate_gemm(chunk, shape, problem.weights, problem.x);
   gate.condition = overflow;
-  gate_gemm_cuda(ctx, gate);
+  run_gate(ctx, chunk, gate);
   TWELL_CUDA_CHECK(
       tile_union::launch_place_gates(chunk.pattern, chunk.tiles, ctas, stream, overflow));
   if (!shape.gated) return;
-  TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
-      up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1],
-                 &work.neurons.counts->again_taken, overflow),
-      ctas, stream));
+  TWELL_CUDA_CHECK(
+      launch_up(chunk,
+                up_product(chunk, shape, problem.x, problem.weights.w_up, work.images[1],
+                           &work.neurons.counts->again_taken, overflow),
+                ctas, stream));
 }
 
 void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
@@ -271,7 +313,8 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   TWELL_CUDA_CHECK(
       cudaMemsetAsync(work.neurons.nnz, 0, static_cast<size_t>(work.zero_bytes), stream));
   recompute(ctx, problem, shape, chunk, work);
-  TWELL_CUDA_CHECK(tile_union::launch_up_sm90(
+  TWELL_CUDA_CHECK(launch_up(
+      chunk,
       up_product(chunk, shape, problem.d_y, weights.w_down, d_g, &work.neurons.counts->up_taken),
       ctas, stream));
   TWELL_CUDA_CHECK(launch_expand({.tiles = chunk.tiles,
@@ -295,7 +338,7 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   down.y = problem.d_x + chunk.begin * shape.width;
   down.taken = &work.neurons.counts->down_taken;
   down.width = static_cast<int>(shape.width);
-  TWELL_CUDA_CHECK(tile_union::launch_down_sm90(down, ctas, stream));
+  TWELL_CUDA_CHECK(launch_down(chunk, down, ctas, stream));
 
   // Without a gate d_g holds the gradient of x w_up^T.
   Transpose transpose{chunk.tiles, chunk.kept, work.masks, {d_g, d_u, h}, work.neurons};
@@ -314,7 +357,8 @@ void backward_chunk(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
   TWELL_CUDA_CHECK(launch_rank_neurons(work.neurons, stream));
   TWELL_CUDA_CHECK(launch_neuron_unions(transpose, ctas, stream));
   TWELL_CUDA_CHECK(launch_transpose(transpose, ctas, stream));
-  TWELL_CUDA_CHECK(launch_weight_grads(grads, ctas, stream));
+  TWELL_CUDA_CHECK(chunk.portable ? launch_weight_grads_sm80(grads, ctas, stream)
+                                  : launch_weight_grads_sm90(grads, ctas, stream));
 }
 
 }  // namespace
@@ -370,7 +414,7 @@ void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, F
               problem.tokens, saved.shape.ffn);
   const HybridWorkspace work = HybridWorkspace::of(workspace);
   for (int64_t i = 0; i * kChunkTokens < problem.tokens; ++i) {
-    const HybridChunk chunk(saved, work, i, problem.tokens, replay);
+    const HybridChunk chunk(ctx, saved, work, i, problem.tokens, replay);
     forward_chunk(ctx, problem, saved.shape, chunk, work);
   }
   saved.replay = replay;
@@ -380,7 +424,7 @@ void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                           FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace) {
   const HybridWorkspace work = HybridWorkspace::of(workspace);
   for (int64_t i = 0; i * kChunkTokens < problem.tokens; ++i) {
-    const HybridChunk chunk(saved, work, i, problem.tokens, saved.replay);
+    const HybridChunk chunk(ctx, saved, work, i, problem.tokens, saved.replay);
     backward_chunk(ctx, problem, saved.shape, chunk, work);
   }
 }

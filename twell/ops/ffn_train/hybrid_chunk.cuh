@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of hybrid training (hybrid_sm90.cu) share: chunks of tokens, images, and what
+// What the kernels of hybrid training (hybrid.cu) share: chunks of tokens, images, and what
 // forward keeps for backward.
 #pragma once
 
@@ -10,18 +10,15 @@
 #include "twell/format/activity_cuda.h"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
-#include "twell/gpu/sm90/tensor_map.h"
-#include "twell/ops/ffn/tile_union/gathered_gemm_sm90.cuh"
 #include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
+#include "twell/ops/ffn_train/weight_grads.cuh"
 
 namespace twell::ffn_train {
 namespace {
 
-namespace gathered = tile_union::gathered;
 using gpu::block_scan;
 using tile_union::kBlock;
-using tile_union::kColumns;
 using tile_union::kTileTokens;
 using tile_union::Tiles;
 
@@ -36,7 +33,6 @@ constexpr int kChunkTokens = 16384;
 constexpr int kMaxChunkTiles =
     kChunkTokens / kTileTokens +
     (kChunkTokens / tile_union::kHeavyFactor + kTileTokens - 1) / kTileTokens;
-constexpr int kNeuronTile = 128;  // neurons
 
 // State of one chunk. All 0 before forward.
 struct KeptState {

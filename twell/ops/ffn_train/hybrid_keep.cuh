@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// keep and expand of hybrid training (hybrid_sm90.cu): elementwise, on tiles of tokens.
+// keep and expand of hybrid training (hybrid.cu): elementwise, on tiles of tokens.
 #pragma once
 
-#include "twell/ops/ffn_train/hybrid_chunk_sm90.cuh"
+#include "twell/ops/ffn_train/hybrid_chunk.cuh"
 
 namespace twell::ffn_train {
 namespace {
@@ -38,6 +38,8 @@ struct Expand {
 
 constexpr int kThreads = 256;
 constexpr int kCtasPerMultiprocessor = 5;
+// Of __launch_bounds__: GPUs of fewer threads per SM have less shared memory too.
+constexpr int kLeastCtas = gpu::kSmThreads < 2048 ? 2 : kCtasPerMultiprocessor;
 
 // The tile that a block belongs to. Lives in shared memory.
 struct BlockIndex {
@@ -123,7 +125,7 @@ __device__ void finish_counts(const Keep& keep, int blocks) {
   keep.counts->recomputed += *reinterpret_cast<const volatile int32_t*>(&state.overflow);
 }
 
-__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) keep_kernel(Keep keep) {
+__global__ void __launch_bounds__(kThreads, kLeastCtas) keep_kernel(Keep keep) {
   __shared__ BlockIndex index;
   __shared__ BlockValues values;
   __shared__ unsigned long long block_offset;
@@ -239,7 +241,7 @@ __device__ __forceinline__ uint32_t reload(const Expand& expand, int block, Bloc
   return tokens;
 }
 
-__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) expand_kernel(Expand expand) {
+__global__ void __launch_bounds__(kThreads, kLeastCtas) expand_kernel(Expand expand) {
   __shared__ BlockIndex index;
   __shared__ BlockValues values;
   gpu::allow_next_kernel();
