@@ -20,6 +20,9 @@
 namespace twell {
 namespace {
 
+// The kernels for Hopper, and those for every GPU.
+using FewTokenFfn = void (*)(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
+
 struct Case {
   const char* name;
   int64_t tokens, width, ffn;
@@ -92,9 +95,10 @@ struct Problem {
   }
 
   std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
-                                 FewTokenWorkspace& workspace) const {
+                                 FewTokenWorkspace& workspace,
+                                 FewTokenFfn ffn = few_token_ffn_cuda) const {
     const auto y = poisoned<__nv_bfloat16>(spec.tokens * spec.width);
-    few_token_ffn_cuda(ctx, problem(y.data()), workspace);
+    ffn(ctx, problem(y.data()), workspace);
     stream.synchronize();
     return download(y);
   }
@@ -127,6 +131,22 @@ TEST_P(FewTokenFfnCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   EXPECT_EQ(counted[0].nnz, problem.nonzeros);
   EXPECT_EQ(counted[0].tokens, static_cast<unsigned long long>(problem.spec.tokens));
   const auto again = problem.run(ctx, stream, workspace);
+  EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+}
+
+// Up to 8 tokens whose x fits into shared memory.
+TEST_P(FewTokenFfnCudaTest, PortableIsTheDenseLayerToTheBitAndRepeats) {
+  TWELL_GPU_TEST();
+  Problem problem(GetParam());
+  if (problem.spec.tokens > 8) return;
+  FewTokenWorkspace workspace(problem.spec.ffn);
+  const auto want = problem.expected();
+  const auto once = problem.run(ctx, stream, workspace, portable_rows_ffn_cuda);
+  expect_equal(once, want, problem.spec.width);
+  const auto counted = download(problem.activity);
+  EXPECT_EQ(counted[0].nnz, problem.nonzeros);
+  EXPECT_EQ(counted[0].tokens, static_cast<unsigned long long>(problem.spec.tokens));
+  const auto again = problem.run(ctx, stream, workspace, portable_rows_ffn_cuda);
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
 }
 
@@ -219,7 +239,7 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
 // All values of a token of x have the same magnitude, a power of two, so that its norm is a sign
 // times the norm's weight.
 TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
-  TWELL_HOPPER_TEST();
+  TWELL_GPU_TEST();
   for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {8, 4104}}) {
     Problem problem({"", tokens, width, 264, -25});
     std::vector<int8_t> norm(static_cast<size_t>(width)), x(problem.x.size()), residual(x.size());
@@ -237,10 +257,17 @@ TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
     layer.x = device_x.data();
     layer.norm = device_norm.data();
     layer.add = true;
-    few_token_ffn_cuda(ctx, layer, workspace);
+    if (ctx.compute_capability() == 90) {
+      few_token_ffn_cuda(ctx, layer, workspace);
+      stream.synchronize();
+      expect_equal(download(y), problem.expected(residual), width);
+      EXPECT_EQ(download(problem.activity)[0].nnz, problem.nonzeros);
+    }
+    const auto portable_y = upload(to_bf16s(residual));
+    layer.y = portable_y.data();
+    portable_rows_ffn_cuda(ctx, layer, workspace);
     stream.synchronize();
-    expect_equal(download(y), problem.expected(residual), width);
-    EXPECT_EQ(download(problem.activity)[0].nnz, problem.nonzeros);
+    expect_equal(download(portable_y), problem.expected(residual), width);
   }
 }
 

@@ -13,6 +13,7 @@
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
+#include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 
 namespace twell {
 namespace portable_rows {

@@ -12,8 +12,8 @@
 
 #include "twell/gpu/bf16_pair.cuh"
 #include "twell/ops/ffn/ring_gemm_sm80.cuh"
-#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 #include "twell/ops/ffn/tile_union/gathered_gemm_sm80.cuh"
+#include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 
 namespace twell::tile_union {
 namespace {
