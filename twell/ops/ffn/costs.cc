@@ -73,11 +73,15 @@ struct GpuCosts {
     double first_bytes = 1.793;   // the first weight
     double images = 22.5;         // without a gate: compacting activations instead of up
   } tile_union;
+  // The kernels for every GPU: estimates that no measurement stands behind yet.
   struct {
     double launches = 30.0;
-    double share = 0.6;  // of the rate of mma.sync that its products reach
+    double share = 0.7;  // of the rate of mma.sync that products reach
     double tile = 0.15;
   } portable_union;
+  struct {
+    double launches = 6.0, first_bytes = 0.8, active_bytes = 0.4;
+  } portable_rows;
   // Tile-union's `down`, behind an 8-bit gate GEMM and a product of gate and up. Fitted to five
   // shapes of 1,024 to 16,384 tokens on an H200
   // (bench/results/2026-11-24-h200-screened-shapes.txt): within 10%, root mean square 4.6%.
@@ -255,7 +259,7 @@ double portable_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActiv
   const double tiles = std::max(std::round(s.m / kTile * (1.0 + activity.extra_tiles)), plain);
   const double blocks = std::min(neurons + 32.0, s.f) / kBlock;
   // Items in rounds over the SMs, each of the time of its products at the rate of the tensor cores.
-  const double rate = s.rate(layer.device.mma_flops * costs.share) / s.sms;
+  const double rate = s.rate(1e3 * layer.device.mma_flops * costs.share) / s.sms;
   const auto round_of = [&](double items, double flops) {
     return std::max(std::ceil(items / s.sms), items / s.sms + 0.5) * flops / rate;
   };
@@ -359,6 +363,13 @@ double small_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity
                       s.move(2.0 * kStep * passes * chunks * neurons * s.sms, costs.first_bytes) +
                       s.move(active_rows(layer, s, active), costs.active_bytes);
   return call * static_cast<double>(calls);
+}
+
+double portable_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const auto& costs = kCosts.portable_rows;
+  return costs.launches + s.move(2.0 * s.d * s.f, costs.first_bytes) +
+         s.move(active_rows(layer, s, grown_union(s, activity, s.m)), costs.active_bytes);
 }
 
 double row_fused(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {

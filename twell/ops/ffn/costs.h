@@ -17,6 +17,7 @@ double decode_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity
 double small_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double medium_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double tile_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
+double portable_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double portable_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double screened(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double row_fused(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);

@@ -81,7 +81,8 @@ TwellShape ffn_twell_shape(int64_t tokens, int64_t ffn);
 
 // The problem of executions of few tokens and medium batches.
 BatchFfnCuda batch_ffn(const FfnCallCuda& call);
-// Runs the device's gate GEMM, or the portable one, and returns the problem of what follows it.
+// Runs the device's gate GEMM, or that of portable-union, and returns the problem of what follows
+// it.
 SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progress = {},
                              bool portable = false);
 

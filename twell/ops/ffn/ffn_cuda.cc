@@ -27,7 +27,8 @@ GpuDevice ask_driver(const CudaContext& ctx) {
     return static_cast<double>(value);
   };
   GpuDevice device{.compute_capability = ctx.compute_capability(),
-                   .multiprocessors = ctx.multiprocessors()};
+                   .multiprocessors = ctx.multiprocessors(),
+                   .mma_flops = gpu_mma_flops(ctx.compute_capability())};
   const double khz = attribute(cudaDevAttrClockRate);
   // Memory transfers twice per clock, one bit per line.
   const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *

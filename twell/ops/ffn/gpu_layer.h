@@ -20,7 +20,7 @@ struct GpuDevice {
   double clock_ghz = 1.98;         // highest clock of the SMs
   double bandwidth = 4.917e6;      // bytes per microsecond of device memory, by its clock and width
   int64_t shared_memory = 232448;  // bytes that a CTA may have
-  // bf16 operations of mma.sync per SM and clock, f32 accumulation: multiplications and additions.
+  // Multiplications and additions in bf16 of mma.sync per SM and clock.
   double mma_flops = 2560.0;
   bool operator==(const GpuDevice&) const = default;
 };
@@ -56,6 +56,10 @@ struct GpuFfnShape {
   bool biased = false;
   GpuWeights weights = GpuWeights::kBf16;
 };
+
+// mma_flops by compute capability, from data sheets of professional cards; estimates where there
+// are none.
+double gpu_mma_flops(int compute_capability);
 
 // Tokens whose rows of this many bf16 values fit into an SM beside a skinny GEMM's ring buffers of
 // weights, at most 8: layer_ops::max_tokens computes the same on the device.

@@ -27,6 +27,7 @@ void launch_dense_few_bytes(const FfnCallCuda& call);
 void launch_few_tokens(const FfnCallCuda& call);
 void launch_medium_batch(const FfnCallCuda& call);
 void launch_tile_union(const FfnCallCuda& call);
+void launch_portable_rows(const FfnCallCuda& call);
 void launch_portable_union(const FfnCallCuda& call);
 void launch_screened(const FfnCallCuda& call);
 void launch_row_fused(const FfnCallCuda& call);
@@ -153,6 +154,18 @@ constexpr std::array kRegistry = {
                     .cost = ffn_costs::screened,
                     .needed_share = ffn_costs::tile_union_share,
                     .launch = TWELL_FFN_LAUNCH(launch_screened)},
+    GpuFfnExecution{.name = "portable-rows",
+                    .limits = {.least_capability = 80,
+                               .most_capability = kNewest,
+                               .activations = kZeros,
+                               .most_width = k2To24,
+                               .most_ffn = k2To24,
+                               .most_tokens = 8,
+                               .rows_in_shared_memory = true},
+                    .only_named = true,
+                    .cost = ffn_costs::portable_rows,
+                    .needed_share = ffn_costs::sparse_share,
+                    .launch = TWELL_FFN_LAUNCH(launch_portable_rows)},
     GpuFfnExecution{.name = "portable-union",
                     .limits = {.least_capability = 80,
                                .most_capability = kNewest,
@@ -162,7 +175,7 @@ constexpr std::array kRegistry = {
                                .most_weights = kUnionWeights,
                                .counts_rows = true,
                                .maps_rows = true},
-                    .only_named_on_hopper = true,
+                    .only_named = true,
                     .counts_unions = true,
                     .cost = ffn_costs::portable_union,
                     .needed_share = ffn_costs::sparse_share,
@@ -188,7 +201,7 @@ bool names(FfnPolicy policy, const GpuFfnExecution& execution) {
     case FfnPolicy::Kind::kNamed:
       return execution.name == policy.execution;
     default:
-      return execution.sparse && !execution.limits.screened;
+      return execution.sparse && !execution.limits.screened && !execution.only_named;
   }
 }
 
@@ -211,7 +224,7 @@ const GpuFfnExecution* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCal
   const GpuFfnExecution* best = nullptr;
   double least = 0.0;
   for (const GpuFfnExecution& execution : kRegistry) {
-    if (!execution.sparse || (execution.only_named_on_hopper && hopper) ||
+    if (!execution.sparse || execution.only_named || (execution.only_named_on_hopper && hopper) ||
         !gpu_ffn_unsupported(execution, layer, call).empty()) {
       continue;
     }
@@ -351,6 +364,7 @@ std::string extras_text(const GpuFfnExecution& execution) {
   if (limits.maps_rows) parts.push_back("maps rows");
   if (limits.screened) parts.push_back("screen");
   if (execution.only_named_on_hopper) parts.push_back("9.0 by name");
+  if (execution.only_named) parts.push_back("by name");
   return fmt::format("{}", fmt::join(parts, ", "));
 }
 
@@ -381,6 +395,11 @@ std::string gpu_ffn_registry_table() {
 
 std::string_view gpu_weights_name(GpuWeights weights) {
   return weights == GpuWeights::kBf16 ? "bf16" : "fp8";
+}
+
+double gpu_mma_flops(int compute_capability) {
+  const bool data_center = compute_capability / 10 == 10 || compute_capability == 80;
+  return compute_capability == 90 ? 2560.0 : data_center ? 2048.0 : 1024.0;
 }
 
 int64_t gpu_row_tokens(const GpuDevice& device, int64_t width) {

@@ -66,6 +66,7 @@ struct GpuFfnExecution {
   int64_t launch_tokens = INT64_MAX;
   // On Hopper it runs only where a caller names it, because others are always faster.
   bool only_named_on_hopper = false;
+  bool only_named = false;     // the same on every GPU, because its cost is not fitted yet
   bool counts_unions = false;  // a log states the unions its cost follows from
   // Estimated microseconds of a call.
   double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
@@ -98,7 +99,8 @@ struct GpuFfnChoice {
 //              before anything is measured a sparse one, which measures what dense cannot
 //   screened   (-strict) the same; callers give such layers a screen
 //   dense      the first dense one that takes the call
-//   sparse     the first sparse one that takes the call, but no screened one
+//   sparse     the first sparse one that takes the call, but no screened one and none that runs by
+//              name alone
 //   a name     that execution
 // Dense, with the reason, where none of these takes the call. Error when dense does not take it
 // either, which only happens for a norm where not gpu_ffn_takes_norm.

@@ -53,29 +53,28 @@ double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
 // A hybrid cost must be below this share of the dense cost: estimates are off by up to 7%.
 constexpr double kHybridShare = 0.95;
 
-// Its kernels count like those of tile-union and portable-union.
+// Its kernels count like those of tile-union.
 constexpr GpuFfnLimits kHybridLimits = {
-    .least_capability = 80,
-    .most_capability = std::numeric_limits<int>::max(),
     .activations = activation_set(Activation::kRelu, Activation::kRelu2, Activation::kFatRelu,
                                   Activation::kDRelu),
     .most_width = 131072,
     .most_ffn = 524288,
     .most_weights = (int64_t{1} << 35) - 1};
 
-// With more the mask of a union does not fit into 99 KiB of shared memory.
-constexpr int64_t kPortableFfn = 131072;
-
 }  // namespace
 
-std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer) {
+std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer,
+                                      bool portable) {
   if (execution == FfnTrainExecution::kDense) return "";
   if (layer.biased) return "layers with biases train dense";
-  if (layer.device.compute_capability != 90 && layer.ffn > kPortableFfn) {
-    return fmt::format("an FFN size of {} is too large for it on this GPU", layer.ffn);
-  }
   if (layer.ffn % 8 != 0) return fmt::format("an FFN size of {} is no multiple of 8", layer.ffn);
-  return gpu_ffn_outside(kHybridLimits, layer);
+  GpuFfnLimits limits = kHybridLimits;
+  if (portable) {
+    limits.least_capability = 80;
+    limits.most_capability = std::numeric_limits<int>::max();
+    limits.most_ffn = 131072;  // a bit per neuron in 99 KiB of shared memory
+  }
+  return gpu_ffn_outside(limits, layer);
 }
 
 FfnTrainExecution choose_gpu_ffn_train(const GpuFfnLayer& layer, int64_t tokens,

@@ -3,8 +3,9 @@
 // measured. Plain arithmetic without CUDA headers.
 //   execution   GPU      takes
 //   dense       any      every layer
-//   hybrid      8.0 on   activations that leave zeros, no biases, F a multiple of 8 up to 524,288
-//                        on Hopper and 131,072 elsewhere, D up to 131,072, D F below 2^35
+//   hybrid      Hopper   activations that leave zeros, no biases, F a multiple of 8 up to 524,288,
+//   D up to
+//                        131,072, D F below 2^35
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,10 @@ namespace twell {
 enum class FfnTrainExecution { kDense, kHybrid };
 enum class FfnTrainPolicy { kAuto, kDense, kHybrid };  // kAuto: the faster one, by estimate
 
-// Why this execution cannot train the layer; empty when it can.
-std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer);
+// Why this execution cannot train the layer; empty when it can. portable: on hybrid's kernels for
+// compute capability 8.0 and later, which no choice takes yet; F is at most 131,072 there.
+std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer,
+                                      bool portable = false);
 
 // The execution for calls of `tokens` tokens. Dense where the policy's is not supported, and with
 // kAuto before anything is measured.

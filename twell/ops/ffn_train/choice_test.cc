@@ -46,28 +46,26 @@ TEST(GpuFfnTrain, EveryCall) {
   struct Layer {
     int64_t width, ffn;
     Activation activation;
-    bool hybrid, portable;  // on Hopper, and on other GPUs
+    bool hybrid;  // where the GPU is a Hopper
   };
-  const Layer layers[] = {{2048, 5632, Activation::kRelu, true, true},
-                          {2048, 5632, Activation::kSilu, false, false},
-                          {2048, 5632, Activation::kRelu2, true, true},
-                          {8, 8, Activation::kRelu, true, true},
-                          {8, 131072, Activation::kRelu, true, true},
-                          {8, 131080, Activation::kRelu, true, false},
-                          {8, 524288, Activation::kRelu, true, false},
-                          {8, 524296, Activation::kRelu, false, false},
-                          {65536, 524280, Activation::kRelu, true, false},
-                          {65536, 524288, Activation::kRelu, false, false}};
+  const Layer layers[] = {
+      {2048, 5632, Activation::kRelu, true},    {2048, 5632, Activation::kSilu, false},
+      {2048, 5632, Activation::kRelu2, true},   {8, 8, Activation::kRelu, true},
+      {8, 524288, Activation::kRelu, true},     {8, 524296, Activation::kRelu, false},
+      {65536, 524280, Activation::kRelu, true}, {65536, 524288, Activation::kRelu, false}};
   const LayerActivity unknown, active{.nnz_per_token = 0.0, .union_share = 0.0};
-  for (const int capability : {75, 80, 89, 90, 100, 120}) {
+  for (const int capability : {80, 89, 90, 100}) {
     for (const Layer& l : layers) {
       const GpuFfnLayer layer{.width = l.width,
                               .ffn = l.ffn,
                               .activation = l.activation,
                               .device = {.compute_capability = capability}};
-      const bool hybrid = capability == 90 ? l.hybrid : capability >= 80 && l.portable;
+      const bool hybrid = capability == 90 && l.hybrid;
       EXPECT_TRUE(gpu_ffn_train_unsupported(FfnTrainExecution::kDense, layer).empty());
       EXPECT_EQ(gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, layer).empty(), hybrid);
+      const bool portable = l.hybrid && l.ffn <= 131072;
+      EXPECT_EQ(gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, layer, true).empty(),
+                portable);
       const auto choose = [&](FfnTrainPolicy policy, const LayerActivity& activity) {
         return choose_gpu_ffn_train(layer, int64_t{1} << 20, policy, activity);
       };

@@ -543,7 +543,8 @@ GpuFfnLayer gpu_ffn_layer(const CudaContext& ctx, const FfnTrainShapeCuda& shape
 }
 
 std::string ffn_train_hybrid_unsupported(const CudaContext& ctx, const FfnTrainShapeCuda& shape) {
-  return gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, gpu_ffn_layer(ctx, shape));
+  return gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, gpu_ffn_layer(ctx, shape),
+                                   shape.portable);
 }
 
 }  // namespace twell

@@ -171,11 +171,11 @@ struct HybridChunk {
   TwellPacked made;          // output of the gate GEMM
   tile_union::Gate pattern;  // what later kernels read: `made`, or the activations to replay
 
-  HybridChunk(const CudaContext& ctx, const FfnSavedCuda& saved, const HybridWorkspace& work,
-              int64_t index, int64_t all_tokens, const TwellPacked& replay)
+  HybridChunk(const FfnSavedCuda& saved, const HybridWorkspace& work, int64_t index,
+              int64_t all_tokens, const TwellPacked& replay)
       : begin(index * kChunkTokens),
         tokens(std::min<int64_t>(kChunkTokens, all_tokens - begin)),
-        portable(saved.shape.portable || ctx.compute_capability() != 90) {
+        portable(saved.shape.portable) {
     Carver carver = device_carver(saved.memory);
     for (int64_t i = 0; i < index; ++i) SavedChunk(saved.shape, saved.capacity, carver);
     const SavedChunk own(saved.shape, saved.capacity, carver);
@@ -414,7 +414,7 @@ void hybrid_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, F
               problem.tokens, saved.shape.ffn);
   const HybridWorkspace work = HybridWorkspace::of(workspace);
   for (int64_t i = 0; i * kChunkTokens < problem.tokens; ++i) {
-    const HybridChunk chunk(ctx, saved, work, i, problem.tokens, replay);
+    const HybridChunk chunk(saved, work, i, problem.tokens, replay);
     forward_chunk(ctx, problem, saved.shape, chunk, work);
   }
   saved.replay = replay;
@@ -424,7 +424,7 @@ void hybrid_backward_cuda(CudaContext& ctx, const FfnTrainBackwardCuda& problem,
                           FfnSavedCuda& saved, FfnTrainWorkspaceCuda& workspace) {
   const HybridWorkspace work = HybridWorkspace::of(workspace);
   for (int64_t i = 0; i * kChunkTokens < problem.tokens; ++i) {
-    const HybridChunk chunk(ctx, saved, work, i, problem.tokens, saved.replay);
+    const HybridChunk chunk(saved, work, i, problem.tokens, saved.replay);
     backward_chunk(ctx, problem, saved.shape, chunk, work);
   }
 }

@@ -67,8 +67,8 @@ class FewTokenWorkspace {
 };
 void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace);
-// Up to 8 tokens on every GPU of compute capability 8.0 and later, whose x [M, D], rounded up to a
-// power of two of tokens, fits into a CTA's shared memory.
+// Up to 8 tokens on every GPU of compute capability 8.0 and later, whose x [M, D] fits into a CTA's
+// shared memory.
 void portable_rows_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                             FewTokenWorkspace& workspace);
 

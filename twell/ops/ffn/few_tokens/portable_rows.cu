@@ -52,11 +52,12 @@ __device__ __forceinline__ uint4 load_weights(const uint4* from) {
   return v;
 }
 
-// The products of `Rows` rows of a weight with all tokens, in every lane.
+// The products of `Rows` rows of a weight with all tokens, in every lane. What stands past the last
+// token repeats it.
 template <int Rows, int Tokens>
 __device__ __forceinline__ void multiply(float (&sums)[Rows][Tokens],
                                          const uint4* const (&rows)[Rows], const uint4* x,
-                                         int pieces) {
+                                         int pieces, int tokens) {
   constexpr int kAhead = 4;
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void multiply(float (&sums)[Rows][Tokens],
       if (piece >= pieces) break;
 #pragma unroll
       for (int m = 0; m < Tokens; ++m) {
-        const uint4 values = x[m * pieces + piece];
+        const uint4 values = x[min(m, tokens - 1) * pieces + piece];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const float2 a = gpu::to_floats(gpu::word(values, k));
@@ -99,19 +100,18 @@ __device__ __forceinline__ void multiply(float (&sums)[Rows][Tokens],
   }
 }
 
-// x, normed where there is a norm, into shared memory; rows past the last token are 0.
-template <int Tokens>
+// x, normed where there is a norm, into shared memory.
 __device__ __forceinline__ void load_x(const Params& p, uint4* x, int pieces) {
   const int lane = threadIdx.x % 32;
-  for (int m = threadIdx.x / 32; m < Tokens; m += kWarps) {
+  for (int m = threadIdx.x / 32; m < p.tokens; m += kWarps) {
     const auto* from = reinterpret_cast<const uint4*>(p.x) + int64_t{m} * pieces;
     float squares = 0.0f;
     for (int i = lane; i < pieces; i += 32) {
-      const uint4 values = m < p.tokens ? from[i] : uint4{};
+      const uint4 values = from[i];
       x[m * pieces + i] = values;
       squares += gpu::sum_of_squares(values);
     }
-    if (p.norm == nullptr || m >= p.tokens) continue;
+    if (p.norm == nullptr) continue;
     const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(p.width) + p.eps);
     for (int i = lane; i < pieces; i += 32) {
       const uint4 values = x[m * pieces + i];
@@ -132,14 +132,14 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(const __grid_const
   const int pieces = p.width / 8, lane = threadIdx.x % 32;
   gpu::allow_next_kernel();
   gpu::wait_for_previous_kernel();
-  load_x<Tokens>(p, x, pieces);
+  load_x(p, x, pieces);
   int count = 0;
   constexpr int kRows = 2;
   for (int n = (blockIdx.x * kWarps + threadIdx.x / 32) * kRows; n < p.ffn;
        n += gridDim.x * kWarps * kRows) {
     const auto* first = reinterpret_cast<const uint4*>(p.first) + int64_t{n} * pieces;
     float sums[kRows][Tokens];
-    multiply<kRows, Tokens>(sums, {first, first + pieces}, x, pieces);
+    multiply<kRows, Tokens>(sums, {first, first + pieces}, x, pieces, p.tokens);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float g[Tokens], u[1][Tokens];
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(const __grid_const
       }
       if (active && p.up != nullptr) {
         const auto* up = reinterpret_cast<const uint4*>(p.up) + int64_t{n + r} * pieces;
-        multiply<1, Tokens>(u, {up}, x, pieces);
+        multiply<1, Tokens>(u, {up}, x, pieces, p.tokens);
       }
       if (lane < Tokens) {
         float h = 0.0f;
@@ -306,7 +306,7 @@ cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t strea
   const int pairs = params.ffn / 2, wave = 2 * multiprocessors * kWarps;
   const int rounds = (pairs + wave - 1) / wave;
   const int ctas = (pairs + rounds * kWarps - 1) / (rounds * kWarps);
-  const auto bytes = static_cast<uint32_t>(Tokens * params.width * 2);
+  const auto bytes = static_cast<uint32_t>(params.tokens * params.width * 2);
   status = gpu::launch_dependent(gate_up, dim3(static_cast<unsigned>(ctas)), kThreads, bytes,
                                  stream, params);
   if (status != cudaSuccess) return status;
