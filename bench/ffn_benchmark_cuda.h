@@ -57,9 +57,9 @@ struct FfnCudaResult {
   std::vector<std::string> left_out;  // 8-bit executions that cannot run, each with the reason
 };
 
-// Rows: dense, tile-union and row-fused, or for up to 2,048 tokens dense and the sparse execution
-// that the table has for them (ops/ffn/dispatch.h); then dense in 8 bits. Error when a sparse
-// execution differs from dense, or an 8-bit result is not finite.
+// Rows: dense, tile-union, row-fused and portable-union, or for up to 2,048 tokens dense and the
+// sparse execution that the table has for them (ops/ffn/dispatch.h); then dense in 8 bits. Error
+// when a sparse execution differs from dense, or an 8-bit result is not finite.
 FfnCudaResult benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& options,
                                  const FfnPattern& pattern);
 
