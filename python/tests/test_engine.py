@@ -171,3 +171,15 @@ def test_penalties_and_biases(engine):
         engine.generate("one", repetition_penalty=0)
     with pytest.raises(TypeError, match="logit_bias"):
         engine.generate("one", logit_bias=[5])
+
+
+def test_guessed_tokens_change_no_text(engine, checkpoint):
+    guessing = twell.Engine(checkpoint, device="cpu", threads=1, context=48, speculate=8)
+    prompts = ["one and two one and two one", "are three"]
+    for options in ({"temperature": 0}, {"temperature": 0.3, "seed": 4, "frequency_penalty": 0.1}):
+        want = engine.generate(prompts, max_tokens=24, **options)
+        got = guessing.generate(prompts, max_tokens=24, **options)
+        assert [one.tokens for one in got] == [one.tokens for one in want]
+        assert [one.stop for one in got] == [one.stop for one in want]
+    with pytest.raises(ValueError, match="speculate: from 0 to 64 tokens, got 65"):
+        twell.Engine(checkpoint, device="cpu", speculate=65)
