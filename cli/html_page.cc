@@ -24,7 +24,7 @@ p { color: var(--soft); margin: 4px 0 12px; max-width: 75ch; }
 .cards b { display: block; font-size: 18px; white-space: nowrap; }
 .cards span { display: block; color: var(--soft); font-size: 13px; line-height: 1.3; }
 .bad { color: #d1242f; }
-svg { display: block; width: 100%; min-width: 600px; height: auto; font: 11px system-ui, sans-serif; }
+svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; }
 svg text { fill: var(--soft); }
 .grid { stroke: var(--line); fill: none; }
 .rule { stroke: var(--ink); stroke-dasharray: 4 3; fill: none; }
@@ -33,13 +33,31 @@ svg text { fill: var(--soft); }
 .fill { fill: var(--c); } .soft { opacity: 0.3; }
 .line { fill: none; stroke: var(--c); stroke-width: 2; }
 .faint { stroke-width: 1; opacity: 0.25; }
-.wide { overflow-x: auto; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 18px; color: var(--soft); font-size: 13px; }
+.legend i { display: inline-block; width: 14px; margin-right: 6px; vertical-align: middle; }
+.legend .fill { height: 8px; background: var(--c); }
+.legend .rule { border-top: 1px dashed var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 10px; text-align: right; white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; border-bottom: 1px solid var(--line); }
 td.text, th.text { text-align: left; }
 td.text { font-family: ui-monospace, monospace; white-space: pre; }
 .pair { display: flex; flex-wrap: wrap; gap: 48px; }
+@media (max-width: 760px) {
+  body { padding: 16px; }
+  .cards b { white-space: normal; }
+  svg { font-size: 20px; }
+  .more { display: none; }
+  th, td { padding: 3px 8px; white-space: normal; }
+  td.text { white-space: pre-wrap; overflow-wrap: anywhere; }
+  /* A row's figures stand below each other, each with its name. */
+  .figures, .figures tbody { display: block; }
+  .figures tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(140px, 1fr));
+    border-bottom: 1px solid var(--line); padding: 6px 0; gap: 0 16px; }
+  .figures th { display: none; }
+  .figures td { display: flex; justify-content: space-between; padding: 1px 0; }
+  .figures td::before { content: attr(title); color: var(--soft); }
+}
 )";
 
 }  // namespace

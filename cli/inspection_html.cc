@@ -178,16 +178,19 @@ class Page {
   }
 
   using Rows = std::vector<std::vector<std::string>>;
-  void table(const std::vector<Column>& columns, const Rows& rows) {
+  void table(const std::vector<Column>& columns, const Rows& rows, const char* style = "") {
     const auto line = [&](char kind, const auto& text_of) {
       out_ += "<tr>";
       for (size_t i = 0; i < columns.size(); ++i) {
-        out_ += fmt::format("<t{}{}>{}</t{}>", kind, columns[i].left ? " class='text'" : "",
+        out_ += fmt::format("<t{}{}{}>{}</t{}>", kind, columns[i].left ? " class='text'" : "",
+                            kind == 'd' && *style != '\0'
+                                ? fmt::format(" title='{}'", html_escape(columns[i].header))
+                                : "",
                             html_escape(text_of(i)), kind);
       }
       out_ += "</tr>\n";
     };
-    out_ += "<table>";
+    out_ += fmt::format("<table class='{}'>", style);
     line('h', [&](size_t i) { return columns[i].header; });
     for (const std::vector<std::string>& row : rows) line('d', [&](size_t i) { return row[i]; });
     out_ += "</table>\n";
@@ -213,9 +216,7 @@ class Page {
   void layer_table() {
     section("All figures", "Per layer, in neurons unless a share.");
     const LayerTable layers = twell::cli::layer_table(in_);
-    out_ += "<div class='wide'>";
-    table(layers.columns, layers.rows);
-    out_ += "</div>\n";
+    table(layers.columns, layers.rows, "figures");
   }
 
   void damage() {

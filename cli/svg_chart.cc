@@ -11,10 +11,11 @@
 namespace twell::cli {
 namespace {
 
-constexpr double kWidth = 720, kHeight = 260;
-constexpr double kLeft = 56, kRight = 16, kTop = 30, kBottom = 44;
+constexpr double kWidth = 720, kHeight = 246;
+constexpr double kLeft = 64, kRight = 16, kTop = 12, kBottom = 48;
 constexpr double kPlotWidth = kWidth - kLeft - kRight, kPlotHeight = kHeight - kTop - kBottom;
 constexpr size_t kMostLabels = 20;  // most categories that get a label
+constexpr size_t kNarrow = 3;       // on a narrow page one of so many of them is shown
 
 std::string number(double value) {
   if (value != 0.0 && std::abs(value) < 10.0 && value != std::round(value)) {
@@ -64,8 +65,7 @@ SvgChart::SvgChart(std::vector<std::string> categories, std::string category_lab
     : categories_(std::move(categories)),
       category_label_(std::move(category_label)),
       axis_(std::move(axis)),
-      ticks_(axis_.log ? log_ticks(highest) : linear_ticks(highest)),
-      legend_x_(kLeft) {
+      ticks_(axis_.log ? log_ticks(highest) : linear_ticks(highest)) {
   highest_ = ticks_.back();
 }
 
@@ -91,14 +91,11 @@ std::string SvgChart::tip(const std::string& name, size_t category, double value
 
 void SvgChart::legend(const Series& series, const char* shape) {
   if (series.name.empty()) return;
-  legend_item(series.name,
-              fmt::format("<path class='{} series-{}' d='M0 -4h14v8h-14z'/>", shape, series.color));
+  legend_item(series.name, fmt::format("{} series-{}", shape, series.color));
 }
 
 void SvgChart::legend_item(const std::string& name, const std::string& mark) {
-  legend_ += fmt::format("<g transform='translate({:.1f} 12)'>{}<text x='19' y='4'>{}</text></g>",
-                         legend_x_, mark, html_escape(name));
-  legend_x_ += 36.0 + 6.6 * static_cast<double>(name.size());
+  legend_ += fmt::format("<span><i class='{}'></i>{}</span>\n", mark, html_escape(name));
 }
 
 void SvgChart::bars(const std::vector<Series>& series) {
@@ -158,7 +155,7 @@ void SvgChart::dots(const Series& series) {
 void SvgChart::rule(double value, const std::string& label) {
   marks_ +=
       fmt::format("<path class='rule' d='M{:.1f} {:.2f}h{:.1f}'/>\n", kLeft, y(value), kPlotWidth);
-  legend_item(label, "<path class='rule' d='M0 0h14'/>");
+  legend_item(label, "rule");
 }
 
 std::string SvgChart::frame() const {
@@ -169,22 +166,25 @@ std::string SvgChart::frame() const {
         "text-anchor='end'>{}{}</text>\n",
         kLeft, y(tick), kPlotWidth, kLeft - 6.0, y(tick) + 4.0, number(tick), axis_.unit);
   }
-  const size_t every = (categories_.size() + kMostLabels - 1) / kMostLabels;
-  for (size_t i = 0; i < categories_.size(); i += std::max<size_t>(every, 1)) {
-    out += fmt::format("<text x='{:.2f}' y='{:.1f}' text-anchor='middle'>{}</text>\n", x(i),
-                       kTop + kPlotHeight + 16.0, html_escape(categories_[i]));
+  const size_t every = std::max<size_t>((categories_.size() + kMostLabels - 1) / kMostLabels, 1);
+  const bool many = categories_.size() > kMostLabels / kNarrow;
+  for (size_t i = 0; i < categories_.size(); i += every) {
+    const bool left_out = many && i / every % kNarrow != 0;
+    out += fmt::format("<text{} x='{:.2f}' y='{:.1f}' text-anchor='middle'>{}</text>\n",
+                       left_out ? " class='more'" : "", x(i), kTop + kPlotHeight + 18.0,
+                       html_escape(categories_[i]));
   }
   out += fmt::format("<text x='{:.1f}' y='{:.1f}' text-anchor='middle'>{}</text>\n",
-                     kLeft + 0.5 * kPlotWidth, kHeight - 8.0, html_escape(category_label_));
+                     kLeft + 0.5 * kPlotWidth, kHeight - 6.0, html_escape(category_label_));
   return out;
 }
 
 std::string SvgChart::svg() const {
   return fmt::format(
-      "<div class='wide'><svg viewBox='0 0 {} {}' role='img' "
-      "aria-label='{}'>\n{}{}{}</svg></div>\n",
-      kWidth, kHeight, html_escape(axis_.label + " by " + category_label_), frame(), marks_,
-      legend_);
+      "<div class='legend'>\n{}</div>\n<svg viewBox='0 0 {} {}' role='img' "
+      "aria-label='{}'>\n{}{}</svg>\n",
+      legend_, kWidth, kHeight, html_escape(axis_.label + " by " + category_label_), frame(),
+      marks_);
 }
 
 }  // namespace twell::cli

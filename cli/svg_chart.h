@@ -37,7 +37,7 @@ class SvgChart {
   // Draws a labelled horizontal line at a reference value.
   void rule(double value, const std::string& label);
 
-  std::string svg() const;  // in a division that scrolls sideways
+  std::string svg() const;  // behind its legend; as wide as the page, however narrow
 
  private:
   double x(size_t category) const;  // centre of a category
@@ -45,7 +45,7 @@ class SvgChart {
   double slot() const;  // width of a category
   std::string tip(const std::string& name, size_t category, double value) const;
   void legend(const Series& series, const char* shape);
-  void legend_item(const std::string& name, const std::string& mark);  // mark: SVG, 14 wide
+  void legend_item(const std::string& name, const std::string& mark);  // mark: its CSS classes
   std::string frame() const;
 
   std::vector<std::string> categories_;
@@ -55,7 +55,6 @@ class SvgChart {
   std::vector<double> ticks_;
   std::string marks_;
   std::string legend_;
-  double legend_x_;
 };
 
 }  // namespace twell::cli

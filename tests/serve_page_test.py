@@ -17,7 +17,7 @@ import tempfile
 import time
 import unittest
 
-from serve_testing import Served
+from serve_testing import MODEL, Served
 
 CHROMIUM = shutil.which("chromium")
 if not CHROMIUM:
@@ -265,6 +265,44 @@ class PageTest(unittest.TestCase):
         self.look("base")
         self.assertEqual(browser.faults, [])
         self.assertEqual(base.stop(), 0)
+
+
+class InspectionTest(unittest.TestCase):
+    """The page that `twell inspect --html` writes."""
+
+    def test_nothing_is_cut_off(self):
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="twell-inspect-"))
+        (folder / "text.txt").write_text("What floats and what sinks is told by its weight.\n" * 60)
+        subprocess.run([BINARY, "inspect", "--checkpoint", str(MODEL), "--data", str(folder / "text.txt"),
+                        "--html", str(folder / "page.html"), "--device", "cpu"], check=True,
+                       stdout=subprocess.DEVNULL)
+        browser = Browser()
+        for width in (320, 400, 700, 1200):
+            browser.show(width, 900, "light")
+            browser.call("Page.navigate", url=(folder / "page.html").as_uri())
+            browser.wait("document.readyState == 'complete' && document.querySelectorAll('svg').length > 3")
+            wide = browser.run("""
+                [...document.querySelectorAll('body *:not(svg *)')]
+                    .filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0 ||
+                                 e.getBoundingClientRect().right > document.documentElement.clientWidth)
+                    .map(e => e.outerHTML.slice(0, 80)).join('; ')""")
+            self.assertEqual(wide, "", f"at {width} pixels")
+            # Labels can be read, stay inside their chart, and do not run into each other.
+            labels = browser.run("""
+                [...document.querySelectorAll('svg')].flatMap(svg => {
+                    const frame = svg.getBoundingClientRect();
+                    const boxes = [...svg.querySelectorAll('text')].map(t => t.getBoundingClientRect())
+                        .filter(b => b.width > 0);
+                    return boxes.filter((b, i) => b.height < 7 || b.left < frame.left || b.right > frame.right ||
+                        boxes.some((c, k) => k > i && c.left < b.right && b.left < c.right &&
+                                             c.top < b.bottom - 2 && b.top < c.bottom - 2))
+                        .map(b => `${svg.getAttribute('aria-label')} ${b.left} ${b.right} ${b.height}`);
+                }).join('; ')""")
+            self.assertEqual(labels, "", f"at {width} pixels")
+            if shots := os.environ.get("TWELL_SCREENSHOTS"):
+                browser.screenshot(pathlib.Path(shots) / f"inspect-{width}.png")
+        browser.close()
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
