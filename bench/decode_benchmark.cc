@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <utility>
 
 #include "bench/harness.h"
 
@@ -22,6 +23,7 @@ DecodeRun run_decode(Session& session, const DecodeLoad& load) {
   std::vector<Draw> draws(batch);
   std::vector<int32_t> next(batch);
   std::vector<NewTokens> last;  // of each sequence
+  std::vector<std::unique_ptr<TokenFilter>> filters;
   for (size_t i = 0; i < batch; ++i) {
     std::vector<int32_t> random;
     std::span<const int32_t> ids;
@@ -33,16 +35,42 @@ DecodeRun run_decode(Session& session, const DecodeLoad& load) {
     }
     draws[i].sampler.temperature = load.temperature;
     draws[i].stream = i;
+    if (load.filter) {
+      filters.push_back(load.filter());
+      draws[i].filter = filters.back().get();
+      draws[i].vocab = load.filter_vocab;
+    }
     const NewTokens prompt{.slot = static_cast<int64_t>(i), .ids = ids};
     session.drawn(session.append_and_draw({&prompt, 1}, {&draws[i], 1}), {&next[i], 1});
     last.push_back({.slot = prompt.slot, .ids = {&next[i], 1}});
+    if (load.filter) filters[i]->accept(0, next[i]);
   }
+  const int64_t ahead = load.ahead ? session.draws_ahead() : 0;
+  std::vector<int32_t> drawn(batch);  // stand for the tokens that the call before draws
+  for (size_t i = 0; i < batch; ++i) drawn[i] = Session::the_drawn(static_cast<int64_t>(i));
+  int64_t begun = 0, known = 0;  // calls
+  std::vector<int64_t> calls;
+  Clock::time_point end = Clock::now();
   std::vector<double> seconds;
   for (int64_t step = 0; step < load.tokens; ++step) {
     for (Draw& draw : draws) ++draw.index;
-    const Clock::time_point start = Clock::now();
-    session.drawn(session.append_and_draw(last, draws), next);
-    seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+    if (begun > known) {
+      for (size_t i = 0; i < batch; ++i) last[i].ids = {&drawn[i], 1};
+    }
+    calls.push_back(session.append_and_draw(last, draws));
+    ++begun;
+    while (begun - known > (step + 1 < load.tokens ? ahead : 0)) {
+      session.drawn(calls[static_cast<size_t>(known)], next);
+      ++known;
+      const Clock::time_point start = std::exchange(end, Clock::now());
+      seconds.push_back(std::chrono::duration<double>(end - start).count());
+      for (size_t i = 0; i < filters.size(); ++i) {
+        filters[i]->accept(static_cast<uint64_t>(known), next[i]);
+      }
+    }
+    if (begun == known) {
+      for (size_t i = 0; i < batch; ++i) last[i].ids = {&next[i], 1};
+    }
   }
   // The median ignores the few slow steps in which a GPU captures a graph.
   return {.step_seconds = summarize(seconds).median, .active = session.active_neurons()};

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -18,6 +20,11 @@ struct DecodeLoad {
   uint64_t seed = 0;                 // of random ids and of drawing
   float temperature = 0.0f;
   bool eight_bit_cache = false;  // keys and values in 8 bits
+  // Steps begin before the tokens of the last are known, as those of the scheduler do.
+  bool ahead = false;
+  // What each sequence is drawn by; empty: nothing.
+  std::function<std::unique_ptr<TokenFilter>()> filter;
+  int64_t filter_vocab = 0;  // tokens of its masks
 };
 
 struct DecodeRun {

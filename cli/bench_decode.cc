@@ -5,9 +5,12 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <chrono>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "bench/synthetic_model.h"
+#include "bench/synthetic_tokenizer.h"
 #include "cli/bench.h"
 #include "cli/bench_cuda.h"
 #include "cli/device.h"
@@ -16,12 +19,23 @@
 #include "cli/text_layout.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/grammar/grammar.h"
 #include "twell/model/kv_cache.h"
 
 namespace twell::cli {
 namespace {
 
 constexpr int64_t kMostTokens = 1 << 25;  // half of the longest context
+
+constexpr const char* kManyValues = R"(root ::= (value "\n")*
+value ::= object | array | string | number | "true" | "false" | "null"
+object ::= "{" ws (pair ("," ws pair)*)? "}"
+pair ::= string ":" ws value
+array ::= "[" ws (value ("," ws value)*)? "]"
+string ::= "\"" ([^"\\\n] | "\\" ["\\nrt])* "\""
+number ::= "-"? [0-9]+ ("." [0-9]+)?
+ws ::= [ ]?
+)";
 
 struct BenchDecodeArguments {
   BenchDecode bench;
@@ -108,6 +122,87 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
   return use_cuda(common) ? run_bench_decode_cuda(bench) : run_on_cpu(common, bench);
 }
 
+// Stands for a grammar: masks that take a given time to make.
+class SlowFilter final : public TokenFilter {
+ public:
+  explicit SlowFilter(double micros) : time_(static_cast<int64_t>(1000.0 * micros)) {}
+  void accept(uint64_t, int32_t) override {}
+  void rewind(uint64_t) override {}
+  void allowed(std::span<uint32_t> mask) override {
+    const auto end = std::chrono::steady_clock::now() + time_;
+    std::ranges::fill(mask, 0xdb6db6dbu);
+    while (std::chrono::steady_clock::now() < end) {
+    }
+  }
+  bool ended() const override { return false; }
+
+ private:
+  std::chrono::nanoseconds time_;
+};
+
+// Steps whose tokens are drawn by a grammar, texts of JSON one after the other, beside those
+// without.
+void compare_masks(const BenchDecode& arguments, const DecodeDevice& device) {
+  const int64_t vocab = device.config.vocab_size;
+  const double micros = arguments.mask_micros;
+  std::optional<Grammar> grammar;
+  if (micros == 0.0) {
+    const Tokenizer tokenizer = synthetic_tokenizer(vocab);
+    grammar = GrammarCompiler(tokenizer, {.end_tokens = {0}})
+                  .compile({GrammarText::Kind::kEbnf, kManyValues});
+  }
+  const auto filter = [&]() -> std::unique_ptr<TokenFilter> {
+    if (!grammar) return std::make_unique<SlowFilter>(micros);
+    return grammar->filter(std::vector<int32_t>{0});
+  };
+  fmt::print("masks: {}\n", grammar
+                                ? "of a grammar of JSON texts"
+                                : fmt::format("all tokens but every third, {} us each", micros));
+  const Table table({{.header = "batch"},
+                     {.header = "dense tok/s"},
+                     {.header = "with masks"},
+                     {.header = "ratio", .width = 6},
+                     {.header = "sparse tok/s"},
+                     {.header = "with masks"},
+                     {.header = "ratio", .width = 6}});
+  table.print_header();
+  for (const int64_t batch : arguments.batches) {
+    DecodeLoad load = arguments.load;
+    load.batch = batch;
+    load.ahead = true;
+    const auto run = [&](bool sparse, bool masks) {
+      if (device.set_sparse) device.set_sparse(sparse);
+      load.filter = nullptr;
+      if (masks) load.filter = filter;
+      load.filter_vocab = vocab;
+      const FfnPolicy policy = sparse ? FfnPolicy::kAuto : FfnPolicy::kDense;
+      return static_cast<double>(batch) /
+             run_decode(*device.session(decode_session(device.config, load, policy)), load)
+                 .step_seconds;
+    };
+    nlohmann::json row = device.first_fields();
+    row["bench"] = "decode with masks";
+    row["subject"] = describe(arguments.subject);
+    row["batch"] = batch;
+    row["prompt"] = load.prompt;
+    row["tokens"] = load.tokens;
+    row["temperature"] = load.temperature;
+    row["mask_us"] = micros;
+    std::vector<std::string> cells = {fmt::format("{}", batch)};
+    for (const bool sparse : {false, true}) {
+      const double without = run(sparse, false), with = run(sparse, true);
+      const std::string name = sparse ? "sparse" : "dense";
+      row[name + "_tokens_per_s"] = without;
+      row[name + "_tokens_per_s_with_masks"] = with;
+      cells.push_back(fmt::format("{:.1f}", without));
+      cells.push_back(fmt::format("{:.1f}", with));
+      cells.push_back(fmt::format("{:.3f}", with / without));
+    }
+    table.print_row(cells);
+    append_jsonl(arguments.jsonl, row);
+  }
+}
+
 }  // namespace
 
 ModelConfig preset_of(const BenchSubject& subject) {
@@ -136,6 +231,7 @@ void compare_decoding(const BenchDecode& arguments, const DecodeDevice& device) 
       "bound: reading weights, keys and values once at {:.3g} GB/s, as {}; sparse layers read up "
       "and down of neurons that fire",
       1e-9 * device.bytes_per_second, device.bandwidth_source));
+  if (arguments.masks) return compare_masks(arguments, device);
   const Table table({{.header = "batch"},
                      {.header = "dense tok/s"},
                      {.header = "sparse tok/s"},
@@ -208,6 +304,12 @@ void add_bench_decode_command(Command& bench, CommonOptions& common) {
       .range(0, 100);
   command.flag("--cache-8bit", &bench_decode.load.eight_bit_cache,
                "Keep keys and values in 8 bits");
+  command.flag("--masks", &bench_decode.masks,
+               "Compare steps drawn by a grammar with those without, on a made-up vocabulary");
+  command
+      .value("--mask-us", &bench_decode.mask_micros, "N",
+             "With --masks: masks of a stand-in for a grammar that take so many microseconds")
+      .range(0, 100000);
   command.value("--jsonl", &bench_decode.jsonl, "FILE",
                 "Append a JSON line per batch to this file");
   add_compute_options(command, common);

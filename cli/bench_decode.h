@@ -35,6 +35,8 @@ struct BenchDecode {
   DecodeLoad load;               // of each batch
   std::vector<int32_t> prompts;  // [largest batch, P]; empty: random ids are drawn
   std::filesystem::path jsonl;
+  bool masks = false;        // compares steps with masks of a grammar with those without
+  double mask_micros = 0.0;  // masks of a stand-in that take so long; 0: of a grammar
 };
 
 // A model on the device that decodes.

@@ -22,6 +22,7 @@
 #include "twell/base/json_fields.h"
 #include "twell/chat_template/chat_template.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/grammar/grammar.h"
 #include "twell/infer/generate.h"
 
 namespace twell::cli {
@@ -39,6 +40,7 @@ struct GenerateArguments {
   bool quiet = false;
   bool json = false;
   bool cache_8bit = false;
+  std::filesystem::path json_schema, grammar;
 };
 
 struct Prompt {
@@ -239,6 +241,23 @@ void print_summary(const Output& output, double seconds, Session& session,
                                  static_cast<double>(tokens) / seconds, guessed, active));
 }
 
+// The grammar that texts are drawn by, if one is asked for.
+std::optional<Grammar> read_grammar(const GenerateArguments& arguments,
+                                    const Tokenizer& tokenizer) {
+  const bool schema = !arguments.json_schema.empty();
+  const std::filesystem::path& path = schema ? arguments.json_schema : arguments.grammar;
+  if (path.empty()) return std::nullopt;
+  std::vector<int32_t> ends = arguments.generate.stop_tokens;
+  if (tokenizer.eos_token() >= 0) ends.push_back(tokenizer.eos_token());
+  GrammarCompiler compiler(tokenizer, {.end_tokens = ends});
+  try {
+    return compiler.compile(
+        {schema ? GrammarText::Kind::kJsonSchema : GrammarText::Kind::kEbnf, read_file(path)});
+  } catch (const InputError& error) {
+    throw InputError(fmt::format("{}: {}", path.string(), error.what()));
+  }
+}
+
 int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   std::optional<ChatTemplate> chat;
   if (arguments.chat) chat = ChatTemplate::load(common.checkpoint);
@@ -258,6 +277,8 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   // Validate all input before loading the weights.
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
+  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer);
+  options.grammar = read_grammar(arguments, tokenizer);
   const SessionOptions planned = plan_cache(
       common, config,
       {.slots = talks ? 1 : std::min(arguments.batch, std::ssize(prompts)),
@@ -271,7 +292,6 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const std::unique_ptr<Session> session = engine->session(planned);
 
   const std::atomic<bool>& stop = stop_on_signals();
-  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer);
   options.cancel = &stop;
   if (talks) return run_chat(*session, tokenizer, *chat, arguments.system, options);
   Output output(arguments, prompts);
@@ -281,6 +301,8 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
     Prompt& prompt = prompts[asked[static_cast<size_t>(request)]];
     if (generation.reason == StopReason::kNotFinite) {
       prompt.fault = fmt::format("{}: {}", prompt.source, kNoTokenReason);
+    } else if (generation.reason == StopReason::kNoneFits) {
+      prompt.fault = fmt::format("{}: {}", prompt.source, kNoneFitsReason);
     }
     output.add(asked[static_cast<size_t>(request)], std::move(generation));
   };
@@ -333,6 +355,13 @@ void add_generate_command(Command& root, CommonOptions& common) {
   GenerateOptions& options = arguments->generate;
   command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
+  Option& schema = command.value("--json-schema", &arguments->json_schema, "PATH",
+                                 "Texts are JSON that validates by the schema in this file");
+  command
+      .value("--grammar", &arguments->grammar, "PATH",
+             "Texts are drawn by the grammar in this file: rules \"name ::= ...\", of which "
+             "\"root\" is the text")
+      .excludes(schema);
   add_ffn_option(command, arguments->ffn, "Execution of the FFN layers");
   add_speculate_option(command, options.speculate);
   command.flag(

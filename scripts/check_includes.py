@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Dependencies point one way: base <- {dist, format, gpu, parquet, tokenizer, chat_template} <-
-{ops, data} <- model <- checkpoint <- {train, infer, tasks} <- serve <- bench <- cli. Nothing outside of CUDA
+{ops, data, grammar} <- model <- checkpoint <- {train, infer, tasks} <- serve <- bench <- cli. Nothing outside of CUDA
 sources needs the CUDA toolkit. A source includes what it names of the precompiled headers. Reads
 every #include of the tree and the DEPS of twell/CMakeLists.txt."""
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 GROUND = {"base", "dist", "format", "gpu", "parquet", "tokenizer", "chat_template"}
-LIBRARY = GROUND | {"data", "ops", "model", "checkpoint", "train", "infer", "tasks", "serve"}
+LIBRARY = GROUND | {"grammar", "data", "ops", "model", "checkpoint", "train", "infer", "tasks", "serve"}
 ALLOWED = {
     "base": set(),
     "dist": {"base"},
@@ -20,14 +20,15 @@ ALLOWED = {
     "parquet": {"base"},
     "tokenizer": {"base"},
     "chat_template": {"base"},
+    "grammar": {"base", "tokenizer"},
     "data": {"base", "parquet", "tokenizer", "chat_template"},
     "ops": {"base", "format", "gpu", "ops"},
     "model": {"base", "format", "ops"},
     "checkpoint": {"base", "format", "ops", "model"},
     "train": {"base", "dist", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
-    "infer": {"base", "format", "tokenizer", "data", "ops", "model", "checkpoint"},
+    "infer": {"base", "format", "tokenizer", "grammar", "data", "ops", "model", "checkpoint"},
     "tasks": {"base", "format", "parquet", "tokenizer", "data", "ops", "model", "checkpoint"},
-    "serve": {"base", "tokenizer", "chat_template", "ops", "model", "checkpoint", "infer"},
+    "serve": {"base", "tokenizer", "grammar", "chat_template", "ops", "model", "checkpoint", "infer"},
     "bench": LIBRARY | {"bench"},
     "cli": LIBRARY | {"bench", "cli"},
 }

@@ -4,7 +4,8 @@
 #   scripts/setup.sh          build tools and libraries
 #   scripts/setup.sh --test   these, and what the tests and checks need
 #   scripts/setup.sh --fuzz   these, and what the fuzz targets need
-# Where there is a CUDA toolkit, the headers of cudnn-frontend go into .cache/.
+# The sources of XGrammar go into .cache/ and, where there is a CUDA toolkit, the headers of
+# cudnn-frontend.
 # Does nothing, and needs no network, when everything is there already.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -13,12 +14,11 @@ packages=(
   g++ cmake ninja-build pkg-config
   libdnnl-dev libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev
   libpcre2-dev libutf8proc-dev libzstd-dev liblzma-dev libsnappy-dev libxxhash-dev zlib1g-dev libgloo-dev
-  libboost-dev
+  libboost-dev python3 python3-venv
 )
 cuda=0
 if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
   cuda=1
-  packages+=(python3 python3-venv)
 fi
 option=${1:-}
 clang=(clang libclang-rt-dev libomp-dev)
@@ -39,6 +39,8 @@ for package in "${packages[@]}"; do
   [[ $status == installed ]] || missing+=("$package")
 done
 fetch() {
+  "$root/scripts/fetch_xgrammar.sh" ||
+    echo "setup: XGrammar could not be fetched; building without grammars and JSON schemas" >&2
   [[ $cuda == 0 ]] || "$root/scripts/fetch_cudnn_frontend.sh" ||
     echo "setup: cudnn-frontend could not be fetched; building without cuDNN" >&2
   [[ $option == --test ]] || return 0

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 import unittest
 
 from serve_testing import Connection, ROOT, Served, in_threads, request_bytes
@@ -32,8 +33,14 @@ except ImportError:
     print("skipped: the openai client is not installed (scripts/setup.sh --test)")
     sys.exit(77)
 
+import pydantic
+
 BINARY = sys.argv.pop(1)
 MUTATIONS = int(os.environ.get("TWELL_MUTATIONS", "1000"))
+
+
+def tool(name, parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 class ServeTest(unittest.TestCase):
@@ -242,10 +249,101 @@ class ServeTest(unittest.TestCase):
                 create(**{"model": "model", "prompt": "a", **fields})
             self.assertIn(word, raised.exception.message)
             self.assertEqual(raised.exception.type, "invalid_request_error")
-        with self.assertRaises(openai.BadRequestError):
-            self.openai.chat.completions.create(
-                model="model", messages=[{"role": "user", "content": "a"}],
-                tools=[{"type": "function", "function": {"name": "f"}}])
+        for fields, param, word in (
+                ({"response_format": {"type": "json_schema", "json_schema": {
+                    "name": "n", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}}},
+                 "response_format", '"not" is not supported at "/properties/a/not"'),
+                ({"extra_body": {"grammar": "root ::= missing"}}, "grammar", "missing"),
+                ({"tools": [tool("f", {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}})],
+                  "tool_choice": "required"}, "tools", 'function "f"')):
+            with self.assertRaises(openai.BadRequestError) as raised:
+                self.openai.chat.completions.create(
+                    model="model", messages=[{"role": "user", "content": "a"}], **fields)
+            self.assertEqual(raised.exception.param, param)
+            self.assertIn(word, raised.exception.message)
+
+    # Structured output and tools. The test model is not trained, so an answer may be cut off.
+
+    def until_ended(self, ask):
+        """The first answer of several seeds that ended by itself."""
+        for seed in range(40):
+            choice = ask(seed).choices[0]
+            if choice.finish_reason != "length":
+                return choice
+        self.fail("no answer has ended by itself")
+
+    def test_structured_output(self):
+        class Answer(pydantic.BaseModel):
+            number: int = pydantic.Field(ge=0, le=9)
+            color: typing.Literal["red", "blue"]
+
+        messages = [{"role": "user", "content": "a"}]
+        for seed in range(40):
+            try:
+                parsed = self.openai.chat.completions.parse(
+                    model="model", messages=messages, response_format=Answer, seed=seed)
+                break
+            except openai.LengthFinishReasonError:
+                continue
+        self.assertIsInstance(parsed.choices[0].message.parsed, Answer)
+        self.assertEqual(list(json.loads(parsed.choices[0].message.content)), ["number", "color"])
+        choice = self.until_ended(lambda seed: self.openai.chat.completions.create(
+            model="model", messages=messages, response_format={"type": "json_object"}, seed=seed,
+            max_tokens=60))
+        self.assertIsInstance(json.loads(choice.message.content), dict)
+        # Every choice has a state of its own, and log-probabilities are those without a mask.
+        grammar = {"grammar": 'root ::= ("ab" | "cd") [0-9]{2}'}
+        answer = self.openai.completions.create(
+            model="model", prompt=["x", "y"], n=4, max_tokens=10, logprobs=2, extra_body=grammar)
+        for choice in answer.choices:
+            self.assertRegex(choice.text, r"^(ab|cd)\d\d$")
+            self.assertEqual(choice.finish_reason, "stop")
+        first = answer.choices[0].logprobs
+        free = self.openai.completions.create(
+            model="model", prompt="x" + answer.choices[0].text, max_tokens=0, logprobs=2,
+            extra_body={"echo": True}).choices[0].logprobs
+        if free.tokens[-len(first.tokens) + 1:] == first.tokens[:-1]:
+            for got, want in zip(first.token_logprobs, free.token_logprobs[-len(first.tokens) + 1:]):
+                self.assertAlmostEqual(got, want, places=3)
+
+    def test_tools(self):
+        tools = [tool("look", {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}),
+                 tool("say", {"type": "object", "properties": {"t": {"enum": ["a", "b"]}}, "required": ["t"]})]
+        messages = [{"role": "user", "content": "a"}]
+
+        def ask(seed, **options):
+            return self.openai.chat.completions.create(
+                model="model", messages=messages, tools=tools, seed=seed, parallel_tool_calls=False, **options)
+
+        choice = self.until_ended(lambda seed: ask(seed, tool_choice="required"))
+        self.assertEqual(choice.finish_reason, "tool_calls")
+        self.assertIsNone(choice.message.content)
+        [call] = choice.message.tool_calls
+        self.assertIn((call.function.name, *json.loads(call.function.arguments).items()),
+                      [("look", ("n", 1)), ("look", ("n", 22)), ("say", ("t", "a")), ("say", ("t", "b"))])
+        named = self.until_ended(lambda seed: ask(
+            seed, tool_choice={"type": "function", "function": {"name": "say"}}))
+        self.assertEqual(named.message.tool_calls[0].function.name, "say")
+        # The same as a stream: the name first, then the arguments in pieces.
+        for seed in range(40):
+            chunks = list(ask(seed, tool_choice="required", stream=True))
+            if chunks[-1].choices[0].finish_reason != "length":
+                break
+        self.assertEqual(chunks[-1].choices[0].finish_reason, "tool_calls")
+        pieces = [one for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []]
+        self.assertTrue(pieces[0].id and pieces[0].function.name in ("look", "say"))
+        self.assertGreater(len(pieces), 1)
+        self.assertTrue(all(p.id is None and p.function.name is None and p.index == 0 for p in pieces[1:]))
+        self.assertIn("".join(p.function.arguments for p in pieces).replace(" ", ""),
+                      ('{"n":1}', '{"n":22}', '{"t":"a"}', '{"t":"b"}'))
+        # The call and its result go back.
+        messages += [choice.message.model_dump(exclude_none=True),
+                     {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+        ids = self.post("/tokenize", {"messages": messages})[1]["tokens"]
+        text = self.post("/detokenize", {"tokens": ids})[1]["prompt"]
+        self.assertIn(f"<tool_call>{call.function.name}", text)
+        self.assertIn("t:7\n", text)
+        self.assertIn(ask(1, max_tokens=4).choices[0].finish_reason, ("length", "stop"))
 
     def test_biases(self):
         plain = self.openai.completions.create(model="model", prompt="The cork", max_tokens=8,

@@ -14,20 +14,26 @@ import threading
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/golden/tasks/model"
-# Short, because the test model's context is 96 tokens.
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+# Short, because the test model's context is 96 tokens. Tools are called in the form of Hermes.
+CHAT_TEMPLATE = ("{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n"
+                 "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+                 "{% endfor %}{% endfor %}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}a:")
 
 
 class Served:
     """Serves the test model, with a chat template unless that is None, on a free port of this machine."""
 
-    def __init__(self, binary, *options, environment=None, template=CHAT_TEMPLATE):
+    def __init__(self, binary, *options, environment=None, template=CHAT_TEMPLATE,
+                 context=None):
         self.binary = str(binary)
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="twell-serve-"))
         self.checkpoint = self.folder / "model"
         shutil.copytree(MODEL, self.checkpoint)
         if template is not None:
             (self.checkpoint / "chat_template.jinja").write_text(template)
+        if context:
+            config = self.checkpoint / "config.json"
+            config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": context}))
         self.log = open(self.folder / "stderr", "w+")
         self.process = subprocess.Popen(
             [self.binary, "serve", "--checkpoint", str(self.checkpoint), "--port", "0",

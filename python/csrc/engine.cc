@@ -26,6 +26,7 @@
 #include "twell/chat_template/chat_template.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/checkpoint/config_json.h"
+#include "twell/grammar/grammar.h"
 #include "twell/infer/engine.h"
 #include "twell/infer/generate.h"
 #include "twell/infer/prompt_draft.h"
@@ -191,6 +192,22 @@ class LoadedEngine {
   std::vector<int32_t> stop_tokens() const {
     return twell::stop_tokens(folder_, config_, tokenizer_);
   }
+  // What a text is drawn by, by a JSON schema or a grammar, of which one is there at most.
+  std::shared_ptr<TokenFilter> filter(const std::optional<std::string>& json_schema,
+                                      const std::optional<std::string>& grammar) {
+    TWELL_REQUIRE(!json_schema || !grammar, "json_schema does not go with grammar");
+    if (!json_schema && !grammar) return nullptr;
+    std::vector<int32_t> ends = stop_tokens();
+    if (tokenizer_.eos_token() >= 0) ends.push_back(tokenizer_.eos_token());
+    const std::lock_guard lock(compiling_);
+    if (!grammars_) {
+      grammars_ = std::make_unique<GrammarCompiler>(tokenizer_, GrammarOptions{.end_tokens = ends});
+    }
+    return grammars_
+        ->compile(json_schema ? GrammarText{GrammarText::Kind::kJsonSchema, *json_schema}
+                              : GrammarText{GrammarText::Kind::kEbnf, *grammar})
+        .filter(ends);
+  }
 
   // Steps the scheduler until `done()`. Any thread may call it; one at a time steps for all.
   template <typename Done>
@@ -246,6 +263,8 @@ class LoadedEngine {
   std::unique_ptr<Session> session_;
   std::unique_ptr<Scheduler> scheduler_;
   std::mutex stepping_;
+  std::unique_ptr<GrammarCompiler> grammars_;  // made with the first grammar
+  std::mutex compiling_;
 };
 
 // One request. Cancelled when it is not used any more.
@@ -388,8 +407,15 @@ NB_MODULE(_engine, m) {
               float presence_penalty, float frequency_penalty, float repetition_penalty,
               const std::vector<std::pair<int32_t, float>>& logit_bias, uint64_t seed,
               std::vector<std::string> stop, std::optional<int64_t> log_probs,
-              std::optional<int64_t> prompt_log_probs, bool chat) {
+              std::optional<int64_t> prompt_log_probs, bool chat,
+              const std::optional<std::string>& json_schema,
+              const std::optional<std::string>& grammar) {
              e->check_ids(prompt);
+             std::shared_ptr<TokenFilter> filter;
+             {
+               const nb::gil_scoped_release release;
+               filter = e->filter(json_schema, grammar);
+             }
              std::vector<TokenBias> biases;
              for (const auto& [id, bias] : logit_bias) biases.push_back({id, bias});
              GenerationRequest request{.prompt = std::move(prompt),
@@ -405,6 +431,7 @@ NB_MODULE(_engine, m) {
                                        .max_tokens = max_tokens,
                                        .stop_tokens = e->stop_tokens(),
                                        .stop_strings = std::move(stop),
+                                       .filter = std::move(filter),
                                        .log_probs = log_probs,
                                        .prompt_log_probs = prompt_log_probs,
                                        .share_beginning = chat};

@@ -183,3 +183,25 @@ def test_guessed_tokens_change_no_text(engine, checkpoint):
         assert [one.stop for one in got] == [one.stop for one in want]
     with pytest.raises(ValueError, match="speculate: from 0 to 64 tokens, got 65"):
         twell.Engine(checkpoint, device="cpu", speculate=65)
+
+
+def test_grammars(engine):
+    grammar = 'root ::= ("one" | "three") (" two"){2}'
+    try:
+        results = engine.generate(["one", "two", "are"], max_tokens=40, grammar=grammar)
+    except ValueError as error:
+        if "this build has no grammars" in str(error):
+            pytest.skip(str(error))
+        raise
+    for result in results:
+        assert result.stop == "end of text"
+        assert result.text in ("one two two", "three two two")
+    assert "".join(p.text for p in engine.stream("one", grammar=grammar)) in ("one two two", "three two two")
+    with pytest.raises(ValueError, match='"not" is not supported'):
+        engine.generate("one", json_schema={"not": {}})
+    with pytest.raises(ValueError, match="missing"):
+        engine.generate("one", grammar="root ::= missing")
+    with pytest.raises(ValueError, match="does not go with"):
+        engine.generate("one", grammar=grammar, json_schema="{}")
+    with pytest.raises(TypeError, match="json_schema"):
+        engine.generate("one", json_schema=1)

@@ -65,6 +65,8 @@ _OPTIONS = {
     "stop": (str, Sequence),
     "logprobs": (numbers.Integral, type(None)),
     "begin_token": bool,
+    "json_schema": (dict, str, type(None)),
+    "grammar": (str, type(None)),
 }
 
 
@@ -174,6 +176,8 @@ class Engine:
         stop: a text, or several; the generation ends before the first that appears.
         logprobs: N: also the log-probabilities of each new token and of the N most likely ones.
         begin_token: see `encode` (True).
+        json_schema: a JSON schema, as a dict or a text; the generation is JSON that validates.
+        grammar: rules "name ::= ..." that the generation is drawn by, of which "root" is the text.
         """
         if hasattr(prompts, "tolist"):
             prompts = prompts.tolist()
@@ -294,12 +298,17 @@ class Engine:
         prompt_logprobs: int | None = None,
         begin_token: bool = True,
         chat: bool = False,
+        json_schema: dict | str | None = None,
+        grammar: str | None = None,
     ):
+        if isinstance(json_schema, dict):
+            json_schema = json.dumps(json_schema)
         stops = [stop] if isinstance(stop, str) else list(stop)
         return self._loaded.submit(
             self._tokens(prompt, begin_token), max_tokens, temperature, top_k, top_p, min_p,
             presence_penalty, frequency_penalty, repetition_penalty,
             list((logit_bias or {}).items()), seed, stops, logprobs, prompt_logprobs, chat,
+            json_schema, grammar,
         )
 
     @staticmethod
@@ -307,6 +316,8 @@ class Engine:
         while (event := request.next()) is not None:
             if event[4] == "failed":
                 raise RuntimeError("the engine failed while it computed another request")
+            if event[4] == "no token fits":
+                raise ValueError("no token of the vocabulary continues the text by its grammar")
             yield event
 
     def _pieces(self, request):

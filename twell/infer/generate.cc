@@ -58,6 +58,17 @@ std::vector<int32_t> stop_tokens(const std::filesystem::path& checkpoint, const 
   return out;
 }
 
+namespace {
+
+std::shared_ptr<TokenFilter> filter_of(const Grammar& grammar, const Tokenizer& tokenizer,
+                                       const GenerateOptions& options) {
+  std::vector<int32_t> ends = options.stop_tokens;
+  if (tokenizer.eos_token() >= 0) ends.push_back(tokenizer.eos_token());
+  return grammar.filter(ends);
+}
+
+}  // namespace
+
 GenerationRequest text_request(const ModelConfig& config, const Tokenizer& tokenizer,
                                std::string_view prompt, const GenerateOptions& options,
                                OnDone on_done) {
@@ -86,6 +97,7 @@ GenerationRequest text_request(const ModelConfig& config, const Tokenizer& token
           .max_tokens = options.max_tokens,
           .stop_tokens = options.stop_tokens,
           .stop_strings = options.stop_strings,
+          .filter = options.grammar ? filter_of(*options.grammar, tokenizer, options) : nullptr,
           .log_probs = options.log_probs ? std::optional<int64_t>(0) : std::nullopt,
           .share_beginning = options.share_beginning,
           .on_event = collect,
@@ -102,6 +114,7 @@ Generation generate(Session& session, const Tokenizer& tokenizer, std::string_vi
   while (scheduler.step()) {
   }
   TWELL_REQUIRE(result.reason != StopReason::kNotFinite, "{}", kNoTokenReason);
+  TWELL_REQUIRE(result.reason != StopReason::kNoneFits, "{}", kNoneFitsReason);
   return result;
 }
 

@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "twell/grammar/grammar.h"
 #include "twell/infer/scheduler.h"
 #include "twell/tokenizer/tokenizer.h"
 
@@ -26,6 +28,8 @@ struct GenerateOptions {
   bool begin_token = true;  // prepend the begin token of the tokenizer's template, if any
   bool log_probs = false;   // of the new tokens, at temperature 1 without penalties
   std::vector<std::string> stop_strings;
+  std::optional<Grammar>
+      grammar;  // what the text is drawn by, of a compiler told of all end tokens
   std::vector<int32_t> stop_tokens;  // in addition to the tokenizer's end-of-text token
   std::function<void(std::string_view text)> on_text;  // called when more text is final
   const std::atomic<bool>* cancel = nullptr;           // once true, stops after the current token

@@ -12,6 +12,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/grammar/token_filter.h"
 #include "twell/infer/sampler_simd.h"
 
 namespace twell {
@@ -259,6 +260,23 @@ Tokens most_likely(const Passes& passes, std::span<const float> logits, int64_t 
   return tokens;
 }
 
+// Sets the logits of tokens that are not allowed to minus infinity.
+void apply_mask(std::span<float> logits, std::span<const uint32_t> allowed) {
+  constexpr float kImpossible = -std::numeric_limits<float>::infinity();
+  for (size_t word = 0; word * 32 < logits.size(); ++word) {
+    const uint32_t bits = allowed[word];
+    const auto some = logits.subspan(word * 32, std::min<size_t>(32, logits.size() - word * 32));
+    if (bits == ~0u) continue;
+    if (bits == 0) {
+      std::ranges::fill(some, kImpossible);
+      continue;
+    }
+    for (size_t i = 0; i < some.size(); ++i) {
+      if (((bits >> i) & 1u) == 0) some[i] = kImpossible;
+    }
+  }
+}
+
 }  // namespace
 
 void SamplerOptions::validate() const {
@@ -277,18 +295,22 @@ void SamplerOptions::validate() const {
 }
 
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
-               uint64_t index, std::span<const SeenToken> seen, Context* ctx) {
-  std::vector<float> after;
-  if (!seen.empty()) {
-    after.assign(logits.begin(), logits.end());
-    for (const SeenToken& token : seen) {
-      if (token.id >= std::ssize(logits)) continue;
-      float& logit = after[static_cast<size_t>(token.id)];
-      logit = adjusted(logit, token, options.repetition_penalty, options.frequency_penalty,
-                       options.presence_penalty);
-    }
-    logits = after;
+               uint64_t index, std::span<const SeenToken> seen, Context* ctx,
+               std::span<const uint32_t> allowed) {
+  std::vector<float> changed;
+  if (!seen.empty() || !allowed.empty()) changed.assign(logits.begin(), logits.end());
+  for (const SeenToken& token : seen) {
+    if (token.id >= std::ssize(logits)) continue;
+    float& logit = changed[static_cast<size_t>(token.id)];
+    logit = adjusted(logit, token, options.repetition_penalty, options.frequency_penalty,
+                     options.presence_penalty);
   }
+  if (!allowed.empty()) {
+    TWELL_CHECK(std::ssize(allowed) >= token_mask_words(std::ssize(logits)),
+                "a mask of {} words for {} tokens", allowed.size(), logits.size());
+    apply_mask(changed, allowed);
+  }
+  if (!changed.empty()) logits = changed;
   if (logits.empty()) return kNoToken;
   const Passes passes(ctx);
   LogitRange range = passes.range(logits);

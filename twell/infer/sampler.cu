@@ -23,6 +23,17 @@ __device__ uint32_t key_of(float value) {
   return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
 }
 
+// A row's logits as they are drawn from: minus infinity where a mask, if there is one, has no bit.
+struct Logits {
+  const float* values;
+  const uint32_t* mask;  // null: none
+
+  __device__ float operator[](int64_t i) const {
+    if (mask != nullptr && (mask[i / 32] >> (i % 32) & 1u) == 0) return -INFINITY;
+    return values[i];
+  }
+};
+
 // A prefix in falling order: all tokens with keys larger than `key`, and the first `ties` of those
 // with this key.
 struct Prefix {
@@ -33,7 +44,7 @@ struct Prefix {
 class Row {
  public:
   // `vocab` logits, of which the largest is top. temperature: of weight() and mass().
-  __device__ Row(const float* logits, int64_t vocab, float top, float temperature)
+  __device__ Row(const Logits& logits, int64_t vocab, float top, float temperature)
       : logits_(logits), vocab_(vocab), top_(top), per_unit_(1.4426950408889634f / temperature) {}
 
   // The factor is infinite for the smallest temperatures, and zero times that is NaN.
@@ -141,13 +152,13 @@ class Row {
   }
 
  private:
-  const float* logits_;
+  Logits logits_;
   int64_t vocab_;
   float top_, per_unit_;
 };
 
 // Largest logit; NaN if any logit is NaN.
-__device__ float largest(const float* logits, int64_t vocab) {
+__device__ float largest(const Logits& logits, int64_t vocab) {
   float top = -INFINITY;
   bool nan = false;
   for (int64_t i = threadIdx.x; i < vocab; i += kThreads) {
@@ -163,7 +174,7 @@ __device__ float largest(const float* logits, int64_t vocab) {
 }
 
 // Writes the most likely token (the lowest id among equals), in one pass.
-__device__ void write_most_likely(const SampleCuda& p, const float* logits, int32_t* id) {
+__device__ void write_most_likely(const SampleCuda& p, const Logits& logits, int32_t* id) {
   u64 best = 0;  // key above a number that is larger for smaller ids
   bool nan = false;
 #pragma unroll 16
@@ -188,7 +199,9 @@ __device__ void write_most_likely(const SampleCuda& p, const float* logits, int3
 }
 
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
-  const float* logits = p.logits + blockIdx.x * p.stride;
+  const int32_t mask = p.masks == nullptr ? -1 : p.mask_of[blockIdx.x];
+  const Logits logits{p.logits + blockIdx.x * p.stride,
+                      mask < 0 ? nullptr : p.masks + mask * p.mask_words};
   int32_t* id = p.ids + blockIdx.x;
   if (p.temperature == 0.0f) {
     write_most_likely(p, logits, id);
@@ -222,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
 }
 
 __global__ void __launch_bounds__(kThreads) log_probs_kernel(LogProbsCuda p) {
-  const float* logits = p.logits + blockIdx.x * p.vocab;
+  const Logits logits{p.logits + blockIdx.x * p.vocab, nullptr};
   TokenLogProb* out = p.out + blockIdx.x * p.out_stride;
   const auto thread = static_cast<int>(threadIdx.x);
   const float top = largest(logits, p.vocab);

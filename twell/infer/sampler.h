@@ -17,6 +17,8 @@ inline constexpr std::string_view kNoTokenReason =
     "the model's output is NaN or infinite, so that no token can be drawn: its weights are "
     "damaged, "
     "or its activations too large";
+inline constexpr std::string_view kNoneFitsReason =
+    "no token of the vocabulary continues the text by its grammar";
 
 struct SamplerOptions {
   float temperature = 1.0f;  // 0: greedy, the lowest id among equals
@@ -66,13 +68,15 @@ TWELL_HOST_DEVICE inline float adjusted(float logit, const SeenToken& token, flo
                             : static_cast<float>(static_cast<double>(penalized) + token.bias);
 }
 
-// Penalties and biases apply to the tokens in `seen`, each of which is there once; then filters, in
-// the order temperature, top-k, top-p, min-p, each to the result of the previous one. A pure
-// function of its arguments: `stream` identifies the sequence, `index` the token in it. Returns
-// kNoToken for logits from which none can be drawn. ctx: whose threads share the work on large
-// vocabularies; sums then have other roundings, which decide only where a random number is within
-// 1e-13 of a boundary.
+// Penalties and biases apply to the tokens in `seen`, each of which is there once; then the mask
+// `allowed` of token_filter.h, of all tokens, if there is one: the logits of others count as minus
+// infinity. Then filters, in the order temperature, top-k, top-p, min-p, each to the result of the
+// previous one. A pure function of its arguments: `stream` identifies the sequence, `index` the
+// token in it. Returns kNoToken for logits from which none can be drawn. ctx: whose threads share
+// the work on large vocabularies; sums then have other roundings, which decide only where a random
+// number is within 1e-13 of a boundary.
 int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
-               uint64_t index, std::span<const SeenToken> seen = {}, Context* ctx = nullptr);
+               uint64_t index, std::span<const SeenToken> seen = {}, Context* ctx = nullptr,
+               std::span<const uint32_t> allowed = {});
 
 }  // namespace twell

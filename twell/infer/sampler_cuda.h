@@ -22,6 +22,10 @@ struct SampleCuda {
   const float* logits = nullptr;    // [rows, stride]
   const float* uniforms = nullptr;  // [rows] in [0, 1): uniform(seed, stream, index) of each row
   int32_t* ids = nullptr;           // [rows] out; kNoToken where none can be drawn
+  // Masks as in token_filter.h, of mask_words words each, and the one of each row, negative: none.
+  const uint32_t* masks = nullptr;   // null: no row has one
+  const int32_t* mask_of = nullptr;  // [rows]
+  int64_t mask_words = 0;
   // As in SamplerOptions.
   float temperature = 1.0f;
   int64_t top_k = 0;

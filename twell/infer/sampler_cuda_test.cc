@@ -9,6 +9,7 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/rng.h"
+#include "twell/grammar/token_filter.h"
 #include "twell/infer/sampler.h"
 
 namespace twell {
@@ -16,7 +17,8 @@ namespace {
 
 // The tokens drawn from rows of logits on the device, once the stream has computed them.
 std::vector<int32_t> draw(const CudaStream& stream, const DeviceBuffer<float>& logits, int64_t rows,
-                          int64_t vocab, const SamplerOptions& options, uint64_t index) {
+                          int64_t vocab, const SamplerOptions& options, uint64_t index,
+                          const SampleCuda& masks = {}) {
   std::vector<float> uniforms;
   for (int64_t row = 0; row < rows; ++row) {
     uniforms.push_back(uniform(options.seed, static_cast<uint64_t>(row), index));
@@ -29,6 +31,9 @@ std::vector<int32_t> draw(const CudaStream& stream, const DeviceBuffer<float>& l
                                   .logits = logits.data(),
                                   .uniforms = device_uniforms.data(),
                                   .ids = ids.data(),
+                                  .masks = masks.masks,
+                                  .mask_of = masks.mask_of,
+                                  .mask_words = masks.mask_words,
                                   .temperature = options.temperature,
                                   .top_k = options.top_k,
                                   .top_p = options.top_p,
@@ -80,6 +85,47 @@ INSTANTIATE_TEST_SUITE_P(
                     SamplerOptions{.temperature = 1e-45f, .top_k = 7},
                     SamplerOptions{.temperature = 1e-39f, .top_p = 0.5f, .min_p = 0.3f},
                     SamplerOptions{.top_k = 50, .top_p = 0.5f, .min_p = 0.01f}));
+
+// Rows 1, 3 and 4 of five have masks, that of row 4 is empty.
+TEST_P(SamplerCudaTest, MasksEqualTheCpus) {
+  TWELL_SKIP_WITHOUT_GPU();
+  SamplerOptions options = GetParam();
+  options.seed = 3;
+  constexpr int64_t kRows = 5, kVocab = 5003;
+  const int64_t words = token_mask_words(kVocab) + 2;  // more than needed
+  std::vector<float> logits;
+  for (int64_t i = 0; i < kRows * kVocab; ++i) {
+    logits.push_back(std::round(8.0f * normal(13, 1, static_cast<uint64_t>(i))) / 4.0f);
+  }
+  std::vector<uint32_t> masks(static_cast<size_t>(3 * words));
+  for (int64_t id = 0; id < kVocab; ++id) {
+    const auto word = static_cast<size_t>(id / 32);
+    if (id % 3 == 0) masks[word] |= 1u << (id % 32);
+    if (id % 1000 == 7) masks[static_cast<size_t>(words) + word] |= 1u << (id % 32);
+  }
+  logits[kVocab + 1] = std::nanf("");  // row 1, not allowed
+  const std::vector<int32_t> mask_of = {-1, 0, -1, 1, 2};
+  const CudaStream stream;
+  const auto device_logits = upload(logits);
+  const auto device_masks = upload(masks);
+  const auto device_mask_of = upload(mask_of);
+  for (uint64_t index = 0; index < 20; ++index) {
+    const auto got =
+        draw(stream, device_logits, kRows, kVocab, options, index,
+             {.masks = device_masks.data(), .mask_of = device_mask_of.data(), .mask_words = words});
+    for (int64_t row = 0; row < kRows; ++row) {
+      const std::span<const float> own(logits.data() + row * kVocab, size_t{kVocab});
+      std::span<const uint32_t> mask;
+      if (const int32_t of = mask_of[static_cast<size_t>(row)]; of >= 0) {
+        mask =
+            std::span(masks).subspan(static_cast<size_t>(of * words), static_cast<size_t>(words));
+      }
+      ASSERT_EQ(got[static_cast<size_t>(row)],
+                sample(own, options, static_cast<uint64_t>(row), index, {}, nullptr, mask))
+          << "row " << row << ", index " << index;
+    }
+  }
+}
 
 struct PenaltyCase {
   std::vector<float> logits;

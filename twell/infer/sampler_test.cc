@@ -14,6 +14,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/grammar/token_filter.h"
 
 namespace twell {
 namespace {
@@ -202,6 +203,37 @@ TEST(Sampler, DrawsWhatASortedVocabularyGives) {
         }
       }
     }
+  }
+}
+
+// Tokens outside the mask count as impossible, whatever their logits; penalties come first.
+TEST(Sampler, MasksAreMinusInfinity) {
+  const float minus_inf = -std::numeric_limits<float>::infinity();
+  for (const size_t size : {3, 64, 100, 5003}) {
+    std::vector<float> logits(size);
+    for (size_t i = 0; i < size; ++i) logits[i] = 3.0f * normal(4, 0, i);
+    std::vector<uint32_t> mask(static_cast<size_t>(token_mask_words(static_cast<int64_t>(size))));
+    std::vector<float> want = logits;
+    for (size_t i = 0; i < size; ++i) {
+      // Whole words of either kind, and mixed ones.
+      const bool allowed = i / 32 % 3 == 0 ? i % 5 == 1 : i / 32 % 3 == 1;
+      if (allowed) mask[i / 32] |= 1u << (i % 32);
+      if (!allowed) want[i] = minus_inf;
+    }
+    logits[2] = std::numeric_limits<float>::quiet_NaN();  // not allowed
+    const std::vector<SeenToken> seen = {{1, 1}};
+    for (SamplerOptions options :
+         {SamplerOptions{.temperature = 0.0f}, SamplerOptions{},
+          SamplerOptions{.top_k = 2, .top_p = 0.9f}, SamplerOptions{.min_p = 0.2f}}) {
+      options.presence_penalty = 0.5f;
+      for (uint64_t i = 0; i < 20; ++i) {
+        ASSERT_EQ(sample(logits, options, 0, i, seen, nullptr, mask),
+                  sample(want, options, 0, i, seen))
+            << size << ", " << i;
+      }
+    }
+    std::ranges::fill(mask, 0u);
+    EXPECT_EQ(sample(want, {}, 0, 0, {}, nullptr, mask), kNoToken);
   }
 }
 

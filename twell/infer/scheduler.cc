@@ -37,8 +37,8 @@ constexpr double kWait = 0.08;
 
 std::string_view stop_reason_name(StopReason reason) {
   static constexpr std::array<std::string_view, kStopReasons> kNames = {
-      "end of text", "stop string", "token limit",     "context full",
-      "cancelled",   "failed",      "no finite output"};
+      "end of text", "stop string", "token limit",      "context full",
+      "cancelled",   "failed",      "no finite output", "no token fits"};
   return kNames.at(static_cast<size_t>(reason));
 }
 
@@ -361,6 +361,7 @@ void Scheduler::take_row(const Pass::Row& row, std::span<const int32_t> next) {
 
 void Scheduler::forget(Request& request) {
   request.unknown = 0;
+  if (request.asked.filter) request.asked.filter->rewind(request.drawn);
   for (Pass& pass : passes_) {
     for (Pass::Row& row : pass.rows) {
       if (row.request == &request) row.request = nullptr;
@@ -410,7 +411,8 @@ Draw Scheduler::draw_of(const Request& request) const {
           .vocab = std::min(tokenizer_.vocab_size(), session_.config().vocab_size),
           .index = request.drawn + static_cast<uint64_t>(request.unknown),
           .seen = request.seen,
-          .log_probs = request.only_scores() ? std::nullopt : request.asked.log_probs};
+          .log_probs = request.only_scores() ? std::nullopt : request.asked.log_probs,
+          .filter = request.asked.filter.get()};
 }
 
 // The request whose turn it is waits until the cache has room for the rest of its prompt and for a
@@ -542,7 +544,8 @@ bool Scheduler::grows(const Request& request) const {
 }
 
 std::vector<int32_t> Scheduler::guess(Request& request, int64_t rows, int64_t room, double& cost) {
-  if (options_.speculate == 0 || room == 0) return {};
+  // With a filter, whether a guess is allowed is known once the one before it is.
+  if (options_.speculate == 0 || room == 0 || request.asked.filter) return {};
   const double alone = session_.step_cost(rows);
   // The time that a step takes longer delays every sequence by a share of a token. The host also
   // waits for the result before it begins the next step.
@@ -694,6 +697,7 @@ void Scheduler::add_prompts(Pass& pass, std::vector<NewTokens>& tokens, std::vec
                      .subspan(static_cast<size_t>(request.fed), static_cast<size_t>(count))));
     add_draws({.request = &request, .prompt = true, .draws = count == request.left()}, pass, draws,
               seen);
+    if (count < request.left() || request.only_scores()) draws.back().filter = nullptr;
     counts_.prompt_tokens += count;
   }
   TWELL_CHECK(starting_.empty() || !tokens.empty() || !running_.empty(),
@@ -706,10 +710,20 @@ void Scheduler::note_log_probs(Request& request, int32_t id, int64_t row) {
   request.log_probs = session_.drawn_log_probs(row);
 }
 
+// Why no token was drawn.
+StopReason Scheduler::end_without_token(const Request& request) const {
+  if (!request.asked.filter) return StopReason::kNotFinite;
+  std::vector<uint32_t> mask(static_cast<size_t>(token_mask_words(draw_of(request).vocab)));
+  request.asked.filter->allowed(mask);
+  const bool none = std::ranges::all_of(mask, [](uint32_t word) { return word == 0; });
+  return none ? StopReason::kNoneFits : StopReason::kNotFinite;
+}
+
 // Adds the token. Returns why the request ends with it; its last event is then left to end().
 std::optional<StopReason> Scheduler::take(Request& request, int32_t id) {
   const GenerationRequest& asked = request.asked;
-  if (id == kNoToken) return StopReason::kNotFinite;
+  if (id == kNoToken) return end_without_token(request);
+  if (asked.filter) asked.filter->accept(request.drawn, id);
   ++request.drawn;
   request.context.push_back(id);
   request.see(id, 1);
@@ -731,6 +745,7 @@ std::optional<StopReason> Scheduler::take(Request& request, int32_t id) {
   request.new_text = request.stream.push(tokenizer_.token_bytes(id));
   if (request.stream.stopped()) return StopReason::kStopString;
   if (request.is_cancelled()) return StopReason::kCancelled;
+  if (asked.filter && asked.filter->ended()) return StopReason::kEndOfText;
   if (request.usage.tokens == asked.max_tokens) return StopReason::kMaxTokens;
   if (std::ssize(request.context) >= session_.capacity()) return StopReason::kContextFull;
   emit(request, {});

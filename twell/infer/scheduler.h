@@ -9,7 +9,8 @@
 // and the events of the last step are reported while it runs. A sequence that ends with a token
 // that only the host recognises (a stop string, end of text) or is cancelled is then one token
 // further on the device, which is dropped. Penalties count tokens on the host, so a step with a
-// sequence that has some begins only when its last token is known.
+// sequence that has some begins only when its last token is known. A sequence with a filter begins
+// its steps early too: the session asks for the mask once it knows the token before.
 //
 // In: token ids of prompts. Out: events on the engine thread, one per new token. One thread, the
 // engine thread, calls step() or run(); submit(), cancel(), cancel_all(), drain() and stats() may
@@ -41,6 +42,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "twell/grammar/token_filter.h"
 #include "twell/infer/fair_queue.h"
 #include "twell/infer/log_probs.h"
 #include "twell/infer/sampler.h"
@@ -57,8 +59,9 @@ enum class StopReason {
   kCancelled,
   kFailed,     // the session has thrown
   kNotFinite,  // kNoTokenReason, of this request alone
+  kNoneFits,   // its filter allows no token
 };
-inline constexpr size_t kStopReasons = 7;
+inline constexpr size_t kStopReasons = 8;
 std::string_view stop_reason_name(StopReason reason);
 
 // The tokens of one request.
@@ -94,7 +97,10 @@ struct GenerationRequest {
   bool stop_at_end_of_text = true;        // at the tokenizer's end-of-text token
   std::vector<int32_t> stop_tokens;       // in addition
   std::vector<std::string> stop_strings;  // the text ends in front of the first of them
-  std::optional<int64_t> log_probs;       // of new tokens, and of so many most likely ones (0..20)
+  // What the text is drawn by, for end tokens that end the request: those of stop_tokens and, if it
+  // stops there, the tokenizer's. Null: any text.
+  std::shared_ptr<TokenFilter> filter;
+  std::optional<int64_t> log_probs;  // of new tokens, and of so many most likely ones (0..20)
   std::optional<int64_t> prompt_log_probs;  // of the prompt's tokens from the second on, likewise
   // Whether to take keys and values of an equal beginning from the cache, where the session shares
   // them. They come from another batch, whose rounding may decide between nearly equal logits.
@@ -238,6 +244,7 @@ class Scheduler {
   // Waits for the tokens of the pass that began first, and reports them.
   void report();
   std::optional<StopReason> take(Request& request, int32_t id);
+  StopReason end_without_token(const Request& request) const;
   // Keeps the log-probabilities of the token drawn as row `row`, if the request wants them.
   void note_log_probs(Request& request, int32_t id, int64_t row);
   void emit(Request& request, std::optional<StopReason> stop);

@@ -12,6 +12,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/infer/test_filter.h"
 #include "twell/tokenizer/test_tokenizer.h"
 
 namespace twell {
@@ -21,7 +22,7 @@ constexpr int32_t kScriptedVocab = 256;
 
 // What follows these tokens. Every 16th seed draws no token at times. Every third repeats itself
 // for a while, as long as a token is not there too often.
-int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
+int32_t free_next_of(const std::vector<int32_t>& ids, const Draw& draw) {
   if (draw.sampler.seed % 3 == 0 && draw.index % 23 != 22) {
     const int32_t last = ids.back();
     const auto seen = std::ranges::find(draw.seen, last, &SeenToken::id);
@@ -36,6 +37,19 @@ int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
   const auto next =
       static_cast<int32_t>(uniform_below(hash, draw.stream, draw.index, kScriptedVocab));
   return draw.sampler.seed % 16 == 15 && next % 16 == 0 ? kNoToken : next;
+}
+
+// The same, or the next token after it that the draw's filter allows.
+int32_t next_of(const std::vector<int32_t>& ids, const Draw& draw) {
+  const int32_t next = free_next_of(ids, draw);
+  if (draw.filter == nullptr || next == kNoToken) return next;
+  std::vector<uint32_t> mask(static_cast<size_t>(token_mask_words(kScriptedVocab)));
+  draw.filter->allowed(mask);
+  for (int32_t i = 0; i < kScriptedVocab; ++i) {
+    const int32_t id = (next + i) % kScriptedVocab;
+    if (mask_allows(mask, id)) return id;
+  }
+  return kNoToken;
 }
 
 // Keeps the tokens themselves in the blocks of its cache, and reads them back for every draw. Knows
@@ -68,7 +82,10 @@ class FakeSession : public Session {
       std::vector<int32_t> known(ids.begin(), ids.end());
       if (ids[0] < 0) {
         EXPECT_EQ(calls_.back().call, begun_) << "the call before is known";
-        known[0] = std::max(calls_.back().next.at(static_cast<size_t>(-1 - ids[0])), 0);
+        const int32_t drawn = calls_.back().next.at(static_cast<size_t>(-1 - ids[0]));
+        known[0] = std::max(drawn, 0);
+        const Draw& draw = draws[next.size()];
+        if (draw.filter != nullptr && drawn != kNoToken) draw.filter->accept(draw.index - 1, drawn);
       }
       write(slot, known);
       for (const int32_t target : targets) {
@@ -177,6 +194,9 @@ class SchedulerTest : public testing::Test {
         .stop_at_end_of_text = false,
         .on_event = [this, &heard](const GenerationEvent& event) { heard.hear(event, steps_); }};
   }
+  static std::unique_ptr<TokenFilter> filter_of(uint64_t seed) {
+    return std::make_unique<HashFilter>(kScriptedVocab, seed);
+  }
   struct Alone {
     std::vector<int32_t> ids;
     StopReason stop;
@@ -192,10 +212,14 @@ class SchedulerTest : public testing::Test {
       at->times += times;
     };
     for (const int32_t id : ids) see(id, 0);
+    std::unique_ptr<TokenFilter> filter;
+    if (asked.filter) filter = filter_of(asked.sampler.seed);
     while (std::ssize(out) < asked.max_tokens && std::ssize(ids) < capacity) {
-      const int32_t next =
-          next_of(ids, {.sampler = asked.sampler, .index = out.size(), .seen = seen});
+      const int32_t next = next_of(
+          ids,
+          {.sampler = asked.sampler, .index = out.size(), .seen = seen, .filter = filter.get()});
       if (next == kNoToken) return {out, StopReason::kNotFinite};
+      if (filter) filter->accept(out.size(), next);
       if (std::ranges::count(asked.stop_tokens, next) > 0) return {out, StopReason::kEndOfText};
       out.push_back(next);
       ids.push_back(next);
@@ -219,9 +243,9 @@ class SchedulerTest : public testing::Test {
 };
 
 // Requests of all lengths with common beginnings, in caches that are too small for them, some with
-// stop tokens or penalties, some without a finite output, some cancelled: every answer is the one
-// that the request gives alone, also from a session that computes ahead.
-// Half of the schedulers guess tokens.
+// stop tokens, penalties or filters, some without a finite output, some cancelled: every answer is
+// the one that the request gives alone, also from a session that computes ahead. Half of the
+// schedulers guess tokens.
 TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
   int64_t preemptions = 0, cached = 0, overlapped = 0, drafted = 0, accepted = 0;
   std::vector<int64_t> ended(kStopReasons);
@@ -250,6 +274,7 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
         asked.push_back(request(prompt, 1 + below(30), heard[submitted], submitted));
         if (submitted % 4 == 1) asked.back().stop_tokens = counting(20, 20);
         if (submitted % 8 == 2) asked.back().sampler.presence_penalty = 1.0f;
+        if (submitted % 5 == 0) asked.back().filter = filter_of(submitted);
         if (several) asked.back().client = below(3);
         EXPECT_EQ(scheduler.submit(asked.back()), static_cast<int64_t>(submitted));
       }
@@ -363,6 +388,43 @@ TEST_F(SchedulerTest, GuessedTokensSaveSteps) {
   FakeSession session(2, 256, 128, 4, 64, 0, 4);
   EXPECT_THROW(Scheduler(session, tokenizer_, {.speculate = -1}), InputError);
   EXPECT_THROW(Scheduler(session, tokenizer_, {.speculate = 65}), InputError);
+}
+
+// A filter that allows nothing ends its request alone, one that says so ends it like an end of
+// text.
+TEST_F(SchedulerTest, FiltersEndTheirRequests) {
+  class Ending final : public TokenFilter {
+   public:
+    explicit Ending(uint64_t length) : length_(length) {}
+    void accept(uint64_t index, int32_t) override { told_ = index + 1; }
+    void rewind(uint64_t index) override { told_ = std::min(told_, index); }
+    void allowed(std::span<uint32_t> mask) override {
+      std::ranges::fill(mask, told_ < 5 ? ~0u : 0u);
+    }
+    bool ended() const override { return told_ == length_; }
+
+   private:
+    uint64_t length_, told_ = 0;
+  };
+  for (const int64_t ahead : {0, 1}) {
+    FakeSession session(3, 64, 64, 4, 64, ahead);
+    Scheduler scheduler(session, tokenizer_);
+    TimedEvents ends, stuck, free;
+    GenerationRequest one = request(counting(1, 4), 20, ends),
+                      two = request(counting(9, 4), 20, stuck);
+    one.filter = std::make_shared<Ending>(3);
+    two.filter = std::make_shared<Ending>(100);
+    scheduler.submit(one);
+    scheduler.submit(two);
+    scheduler.submit(request(counting(3, 4), 20, free));
+    while (scheduler.step()) {
+    }
+    EXPECT_EQ(ends.ids.size(), 3u);
+    EXPECT_EQ(ends.stop, StopReason::kEndOfText);
+    EXPECT_EQ(stuck.ids.size(), 5u);
+    EXPECT_EQ(stuck.stop, StopReason::kNoneFits);
+    EXPECT_EQ(free.ids.size(), 20u);
+  }
 }
 
 TEST_F(SchedulerTest, APromptNeverDelaysOthersByMoreThanItsPieces) {

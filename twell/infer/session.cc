@@ -87,7 +87,17 @@ std::vector<ForwardSequence> Session::one_each(std::span<const int64_t> slots,
 
 int32_t Session::draw_from(std::span<const float> logits, const Draw& draw, Context& ctx) {
   const size_t vocab = draw.vocab == 0 ? logits.size() : static_cast<size_t>(draw.vocab);
-  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen, &ctx);
+  std::vector<uint32_t> mask;
+  if (draw.filter != nullptr) {
+    mask.resize(static_cast<size_t>(token_mask_words(static_cast<int64_t>(vocab))));
+    write_mask(draw, kNoToken, mask);
+  }
+  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen, &ctx, mask);
+}
+
+void Session::write_mask(const Draw& draw, int32_t before, std::span<uint32_t> mask) {
+  if (before != kNoToken) draw.filter->accept(draw.index - 1, before);
+  draw.filter->allowed(mask);
 }
 
 void Session::appended(int64_t call, std::span<const NewTokens> tokens) {

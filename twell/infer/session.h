@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "twell/base/matrix.h"
+#include "twell/grammar/token_filter.h"
 #include "twell/infer/block_manager.h"
 #include "twell/infer/log_probs.h"
 #include "twell/infer/sampler.h"
@@ -45,6 +46,9 @@ struct Draw {
   std::span<const SeenToken> seen;  // for penalties and biases
   // Whether its log-probability is wanted, and of how many most likely ones.
   std::optional<int64_t> log_probs;
+  // Which tokens may be drawn, of ids below its vocabulary, which is `vocab`; null: all. It is told
+  // of a token before this one, number index - 1, that the call before draws.
+  TokenFilter* filter = nullptr;
 };
 
 // New tokens to append to a slot's sequence: a piece of its prompt, or the token drawn last.
@@ -161,6 +165,9 @@ class Session {
   static CachePlan cache_within(CachePlan plan, int64_t bytes, int64_t block_bytes);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
   static int32_t draw_from(std::span<const float> logits, const Draw& draw, Context& ctx);
+  // Tells the draw's filter of the token before, kNoToken if the filter knows it, and writes its
+  // mask.
+  static void write_mask(const Draw& draw, int32_t before, std::span<uint32_t> mask);
   // Makes room for ids. InputError when there are none, or they do not fit the sequence or the
   // cache.
   void make_room(int64_t slot, std::span<const int32_t> ids);

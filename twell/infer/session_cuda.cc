@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "twell/base/cpu_limit.h"
 #include "twell/base/rng.h"
 #include "twell/ops/embedding/embedding_cuda.h"
 
@@ -189,6 +190,7 @@ int64_t SessionCuda::append_and_draw(std::span<const NewTokens> tokens,
     send(ctx_, uniforms_.data(), uniforms);
   }
   appended(calls_ + 1, tokens);
+  make_masks(rows, draws);
   return draw_ids(draws, on_device, count);
 }
 
@@ -252,6 +254,53 @@ TokenLogProbs SessionCuda::log_probs_of(const Results& results, int64_t row, int
   TokenLogProbs out{.token = of_row[0], .top = {of_row + 1, of_row + 1 + top}};
   std::erase_if(out.top, [](const TokenLogProb& one) { return one.id == kNoToken; });
   return out;
+}
+
+void SessionCuda::make_masks(std::span<const NewTokens> tokens, std::span<const Draw> draws) {
+  const int64_t vocab = config().vocab_size;
+  const auto vocab_of = [&](const Draw& draw) { return draw.vocab == 0 ? vocab : draw.vocab; };
+  mask_words_ = 0;
+  std::vector<size_t> masked;
+  bool waits = false;
+  for (size_t i = 0; i < draws.size(); ++i) {
+    if (draws[i].filter == nullptr) continue;
+    masked.push_back(i);
+    mask_words_ = std::max(mask_words_, token_mask_words(vocab_of(draws[i])));
+    waits |= tokens[i].ids[0] < 0;
+  }
+  if (masked.empty()) return;
+  const Results& before = results_of(calls_);
+  Results& own = results_of(calls_ + 1);
+  if (waits) before.copied.synchronize();
+  // Of the call that used this memory last, which may not have been asked for its tokens.
+  own.copied.synchronize();
+  const int64_t words = mask_words_, most = rows() * (1 + token_mask_words(vocab));
+  if (own.masks.size() == 0) own.masks = PinnedBuffer<uint32_t>(most);
+  if (masks_.size() == 0) masks_ = DeviceBuffer<uint32_t>(most);
+  std::fill_n(own.masks.data(), rows(), ~0u);  // none
+  for (size_t n = 0; n < masked.size(); ++n) own.masks[masked[n]] = static_cast<uint32_t>(n);
+  uint32_t* const masks = own.masks.data() + rows();
+  const auto make = [&](int64_t begin, int64_t end, int) {
+    for (int64_t n = begin; n < end; ++n) {
+      const size_t row = masked[static_cast<size_t>(n)];
+      const int32_t id = tokens[row].ids[0];
+      const int32_t drawn = id < 0 ? before.next[static_cast<size_t>(-1 - id)] : kNoToken;
+      const std::span<uint32_t> mask(masks + n * words, static_cast<size_t>(words));
+      std::ranges::fill(mask, 0u);
+      write_mask(draws[row], drawn,
+                 mask.first(static_cast<size_t>(token_mask_words(vocab_of(draws[row])))));
+    }
+  };
+  const int64_t count = std::ssize(masked);
+  if (count < 4) {
+    make(0, count, 0);
+  } else {
+    if (!mask_threads_) mask_threads_ = std::make_unique<Context>(std::min(8, available_threads()));
+    mask_threads_->parallel_for(count, 1, make);
+  }
+  TWELL_CUDA_CHECK(cudaMemcpyAsync(masks_.data(), own.masks.data(),
+                                   static_cast<size_t>(rows() + count * words) * sizeof(uint32_t),
+                                   cudaMemcpyHostToDevice, ctx_.stream()));
 }
 
 void SessionCuda::penalize(std::span<const Draw> draws) {
@@ -432,6 +481,8 @@ int64_t SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms
   Results& results = results_of(calls_ + 1);
   const int64_t vocab = config().vocab_size;
   penalize(draws);
+  const uint32_t* const masks = mask_words_ == 0 ? nullptr : masks_.data() + rows();
+  const auto* const mask_of = reinterpret_cast<const int32_t*>(masks_.data());
   // Draw rows with equal parameters in one launch; usually that is all rows.
   for (size_t begin = 0, end = 0; begin < draws.size(); begin = end) {
     const Draw& draw = draws[begin];
@@ -443,6 +494,9 @@ int64_t SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms
                                     .logits = logits_.data() + row * vocab,
                                     .uniforms = uniforms + row,
                                     .ids = next_.data() + row,
+                                    .masks = masks,
+                                    .mask_of = mask_of + row,
+                                    .mask_words = mask_words_,
                                     .temperature = draw.sampler.temperature,
                                     .top_k = draw.sampler.top_k,
                                     .top_p = draw.sampler.top_p,

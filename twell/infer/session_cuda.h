@@ -2,12 +2,15 @@
 // A session on the GPU. The cache takes what its sequences need, or what activations leave of the
 // device's memory. From its second step on, decoding a given number of sequences replays a
 // CUDA graph. The host waits for the device only to read results, and of calls that draw it can
-// begin the next one before that: the device reads the tokens where it drew them.
+// begin the next one before that: the device reads the tokens where it drew them. Draws with a
+// filter wait for the tokens before them, and their masks are made, once the layers are at work.
 #pragma once
 
 #include <array>
+#include <memory>
 #include <utility>
 
+#include "twell/base/context.h"
 #include "twell/infer/sampler_cuda.h"
 #include "twell/infer/session.h"
 #include "twell/infer/step_graphs.h"
@@ -78,6 +81,7 @@ class SessionCuda : public Session {
     PinnedBuffer<int32_t> next;            // [rows]
     PinnedBuffer<TokenLogProb> log_probs;  // [logit_rows, 1 + kMostTop]
     std::vector<int64_t> top;              // [rows] most likely tokens wanted of each draw
+    PinnedBuffer<uint32_t> masks;          // in, see make_masks()
     CudaEvent copied;
     int64_t tokens = 0;  // that passed the layers
   };
@@ -85,6 +89,9 @@ class SessionCuda : public Session {
   // Enqueues draws from rows of logits with these random numbers, and the copies of their results.
   // Returns the number of the call, of which so many tokens pass the layers.
   int64_t draw_ids(std::span<const Draw> draws, const float* uniforms, int64_t tokens);
+  // Makes and sends the masks of draws that have a filter, behind the work enqueued so far.
+  // tokens: of each row.
+  void make_masks(std::span<const NewTokens> tokens, std::span<const Draw> draws);
   // Applies the draws' penalties to their rows of logits; undo_penalties() takes them back.
   void penalize(std::span<const Draw> draws);
   void undo_penalties();
@@ -113,9 +120,12 @@ class SessionCuda : public Session {
   std::array<Results, 2> results_;           // of the calls that draw, in turn
   int64_t calls_ = 0;                        // begun
   int64_t asked_ = 0;                        // the one whose tokens were asked for last
-  PenalizeCuda penalties_;                   // of the draw under way
-  DeviceBuffer<PenalizedRow> penalized_;     // [rows]
-  DeviceBuffer<SeenToken> seen_;             // grows with the longest list so far
+  int64_t mask_words_ = 0;                   // of the masks of the draw under way; 0: it has none
+  DeviceBuffer<uint32_t> masks_;             // [rows] numbers of masks, then masks; once needed
+  std::unique_ptr<Context> mask_threads_;
+  PenalizeCuda penalties_;                // of the draw under way
+  DeviceBuffer<PenalizedRow> penalized_;  // [rows]
+  DeviceBuffer<SeenToken> seen_;          // grows with the longest list so far
   DeviceBuffer<float> before_;
   PinnedBuffer<float> host_logits_;  // [slots, V]
   // Key: number of sequences, ForwardCuda::path().

@@ -14,6 +14,7 @@
 #include "twell/base/error.h"
 #include "twell/infer/generate.h"
 #include "twell/infer/session_cpu.h"
+#include "twell/infer/test_filter.h"
 #include "twell/infer/test_model.h"
 #include "twell/infer/test_ties.h"
 #include "twell/ops/attention/attention_cuda.h"
@@ -167,7 +168,8 @@ TEST_F(SessionCudaTest, DrawsOnTheDeviceEqualDrawsFromItsLogits) {
 }
 
 // A call that begins before the last one was asked for its tokens takes them on the device. Also
-// when sequences end, change places, are joined by a prompt, or ask for log-probabilities.
+// when sequences end, change places, are joined by a prompt, ask for log-probabilities, or have a
+// filter.
 TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
   struct Step {
     std::vector<int64_t> slots;
@@ -194,6 +196,10 @@ TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
     std::vector<Call> under_way;
     std::vector<std::vector<int32_t>> text(kSlots);     // known tokens
     std::vector<int64_t> drawn(kSlots), entry(kSlots);  // entry: in the call under way
+    std::vector<std::unique_ptr<TokenFilter>> filters(kSlots);
+    for (const size_t slot : {1, 2, 3}) {
+      filters[slot] = std::make_unique<HashFilter>(kVocab - 1, slot);
+    }
     std::vector<float> log_probs;
     const auto ask = [&] {
       const Call call = under_way.front();
@@ -201,7 +207,9 @@ TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
       std::vector<int32_t> next(call.slots.size());
       session.drawn(call.number, next);
       for (size_t i = 0; i < next.size(); ++i) {
-        text[static_cast<size_t>(call.slots[i])].push_back(next[i]);
+        const auto slot = static_cast<size_t>(call.slots[i]);
+        if (filters[slot]) filters[slot]->accept(text[slot].size(), next[i]);
+        text[slot].push_back(next[i]);
         if (call.slots[i] != 3) continue;
         const TokenLogProbs got = session.drawn_log_probs(static_cast<int64_t>(i));
         EXPECT_EQ(got.token.id, next[i]);
@@ -232,6 +240,7 @@ TEST_F(SessionCudaTest, DrawsAheadEqualDrawsThatWait) {
         }
         tokens.push_back({.slot = slots[i], .ids = ids[i]});
         draws.push_back(draw_of(slots[i], drawn[at]));
+        draws.back().filter = filters[at].get();
       }
       began(session.append_and_draw(tokens, draws), slots);
     };

@@ -2,9 +2,12 @@
 // The answers of both kinds of completions in OpenAI's form, as a whole or in chunks.
 #pragma once
 
+#include <fmt/core.h>
+
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,40 +103,69 @@ class CompletionFormat final : public Format {
 
 class ChatFormat final : public Format {
  public:
-  ChatFormat(const Tokenizer& tokenizer, bool log_probs, int64_t choices)
+  // tools: how calls in the answers are read; null: there are none.
+  ChatFormat(const Tokenizer& tokenizer, bool log_probs, int64_t choices,
+             const ToolCallReader* tools = nullptr)
       : tokenizer_(tokenizer),
         log_probs_(log_probs),
-        collected_(static_cast<size_t>(choices), Collected(tokenizer)) {}
+        short_ids_(tools != nullptr && tools->short_ids()),
+        collected_(static_cast<size_t>(choices), Collected(tokenizer)) {
+    if (tools != nullptr) calls_.assign(static_cast<size_t>(choices), Calls{*tools, {}});
+  }
 
   nlohmann::ordered_json delta(const AnswerEvent& event) override {
     Collected& collected = collected_[event.sequence];
     const bool first = !collected.begun;
-    add(event);
-    if (collected.text.empty() && !event.stop && !log_probs_ && !first) return nullptr;
+    const std::vector<ToolCallPiece> pieces = read(event);
+    if (collected.text.empty() && pieces.empty() && !event.stop && !log_probs_ && !first) {
+      return nullptr;
+    }
     nlohmann::ordered_json content = nlohmann::ordered_json::object();
     if (first) content["role"] = "assistant";
     if (first || !collected.text.empty()) content["content"] = std::exchange(collected.text, {});
     if (first) content["refusal"] = nullptr;
+    for (const ToolCallPiece& piece : pieces) {
+      nlohmann::ordered_json call = {{"index", piece.call}};
+      if (!piece.name.empty()) {
+        call["id"] = id_of(event.sequence, piece.call);
+        call["type"] = "function";
+        call["function"]["name"] = piece.name;
+      }
+      call["function"]["arguments"] = piece.arguments;
+      content["tool_calls"].push_back(std::move(call));
+    }
     return {{"index", event.sequence},
             {"delta", std::move(content)},
             {"logprobs", take_log_probs(collected)},
-            {"finish_reason", finish_reason(event.stop)}};
+            {"finish_reason", finish_reason(event.stop, has_calls(event.sequence))}};
   }
   void add(const AnswerEvent& event) override {
-    Collected& collected = collected_[event.sequence];
-    collected.begun = true;
-    collected.text += event.text;
-    collected.stop = event.stop;
-    if (event.log_probs) {
-      collected.chat_log_probs.push_back(chat_log_prob(tokenizer_, *event.log_probs));
+    for (ToolCallPiece& piece : read(event)) {
+      std::vector<ToolCallPiece>& whole = calls_[event.sequence].whole;
+      if (!piece.name.empty()) {
+        whole.push_back(std::move(piece));
+      } else {
+        whole.back().arguments += piece.arguments;
+      }
     }
   }
   nlohmann::ordered_json choice(size_t sequence) override {
     Collected& collected = collected_[sequence];
+    nlohmann::ordered_json message = {
+        {"role", "assistant"}, {"content", collected.text}, {"refusal", nullptr}};
+    if (has_calls(sequence)) {
+      if (collected.text.empty()) message["content"] = nullptr;
+      for (const ToolCallPiece& call : calls_[sequence].whole) {
+        message["tool_calls"].push_back(
+            {{"id", id_of(sequence, call.call)},
+             {"type", "function"},
+             {"function", {{"name", call.name}, {"arguments", call.arguments}}}});
+      }
+    }
     return {{"index", sequence},
-            {"message", {{"role", "assistant"}, {"content", collected.text}, {"refusal", nullptr}}},
+            {"message", std::move(message)},
             {"logprobs", take_log_probs(collected)},
-            {"finish_reason", finish_reason(collected.stop)}};
+            {"finish_reason", finish_reason(collected.stop, has_calls(sequence))}};
   }
   const char* object(bool chunk) const override {
     return chunk ? "chat.completion.chunk" : "chat.completion";
@@ -142,6 +174,37 @@ class ChatFormat final : public Format {
   const char* path() const override { return "/v1/chat/completions"; }
 
  private:
+  struct Calls {
+    ToolCallReader reader;
+    std::vector<ToolCallPiece> whole;  // calls so far, of a whole answer
+  };
+
+  // Takes the event in: its text, or what of it is no call. Returns what is.
+  std::vector<ToolCallPiece> read(const AnswerEvent& event) {
+    Collected& collected = collected_[event.sequence];
+    collected.begun = true;
+    collected.stop = event.stop;
+    if (event.log_probs) {
+      collected.chat_log_probs.push_back(chat_log_prob(tokenizer_, *event.log_probs));
+    }
+    if (calls_.empty()) {
+      collected.text += event.text;
+      return {};
+    }
+    ToolCallReader::Found found =
+        calls_[event.sequence].reader.push(event.text, event.stop.has_value());
+    collected.text += found.text;
+    return std::move(found.pieces);
+  }
+  bool has_calls(size_t sequence) const {
+    return !calls_.empty() && calls_[sequence].reader.calls() > 0;
+  }
+  // Templates of Mistral take ids of nine letters and digits.
+  std::string id_of(size_t sequence, int64_t call) const {
+    const uint64_t number = calls_id_ + (uint64_t{sequence} << 12) + static_cast<uint64_t>(call);
+    return short_ids_ ? fmt::format("{:09x}", number & 0xfffffffff)
+                      : fmt::format("call_{:024x}", number);
+  }
   nlohmann::ordered_json take_log_probs(Collected& collected) const {
     if (!log_probs_) return nullptr;
     return {{"content", std::exchange(collected.chat_log_probs, nlohmann::ordered_json::array())}};
@@ -149,7 +212,10 @@ class ChatFormat final : public Format {
 
   const Tokenizer& tokenizer_;
   bool log_probs_;
+  bool short_ids_;
+  uint64_t calls_id_ = (uint64_t{std::random_device()()} << 32) | std::random_device()();
   std::vector<Collected> collected_;
+  std::vector<Calls> calls_;  // of each choice; empty: they have none
 };
 
 }  // namespace twell

@@ -23,7 +23,7 @@ int64_t bytes_of(const GenerationEvent& event) {
 
 bool failed(const std::optional<StopReason>& stop) {
   return stop == StopReason::kFailed || stop == StopReason::kNotFinite ||
-         stop == StopReason::kCancelled;
+         stop == StopReason::kNoneFits || stop == StopReason::kCancelled;
 }
 
 bool Answers::Mailbox::is_ready() const {

@@ -18,7 +18,9 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-constexpr int kMaxDepth = 32;  // of nested lists and objects in a body
+constexpr int kMaxDepth = 64;  // of nested lists and objects in a body
+constexpr size_t kMostTools = 128;
+constexpr size_t kMostToolName = 64;
 constexpr int64_t kMaxStops = 16;
 constexpr size_t kMaxStopBytes = 1024;
 // JSON has no infinity, so an impossible token gets this log-probability, as in OpenAI's API.
@@ -198,6 +200,57 @@ std::vector<BiasWish> parse_logit_bias(Fields& fields) {
   return wishes;
 }
 
+// The value of a field with the client's order of keys, in which a model writes an object.
+ordered_json ordered_field(std::string_view body, const char* field) {
+  return parse_ordered_json(body, "the body", {.depth = kMaxDepth})[field];
+}
+
+void parse_response_format(Fields& fields, std::string_view body, AnswerOptions& options) {
+  const json* value = fields.find("response_format");
+  if (value == nullptr) return;
+  Fields format(*value, "response_format");
+  const std::string type = format.text("type");
+  const auto set = [&](GrammarText::Kind kind, std::string text) {
+    options.grammar = GrammarText{kind, std::move(text)};
+    options.grammar_field = "response_format";
+  };
+  if (type == "json_object") {
+    set(GrammarText::Kind::kJson, "");
+  } else if (type == "json_schema") {
+    const json* given = format.find("json_schema");
+    if (given == nullptr) refuse("response_format.json_schema", "missing");
+    Fields schema(*given, "response_format.json_schema");
+    schema.text("name");
+    schema.text("description");
+    schema.flag("strict", false);
+    if (schema.find("schema") == nullptr) refuse("response_format.json_schema.schema", "missing");
+    schema.finish();
+    set(GrammarText::Kind::kJsonSchema,
+        ordered_field(body, "response_format")["json_schema"]["schema"].dump());
+  } else if (type != "text") {
+    refuse(
+        "response_format.type",
+        fmt::format("expected \"text\", \"json_object\" or \"json_schema\", got {}", shown(type)));
+  }
+  format.finish();
+}
+
+// What the answer is drawn by.
+void parse_grammar(Fields& fields, std::string_view body, AnswerOptions& options) {
+  parse_response_format(fields, body, options);
+  const std::string grammar = fields.text("grammar");
+  if (grammar.empty()) return;
+  if (options.grammar) refuse("grammar", "does not go with \"response_format\"");
+  options.grammar = GrammarText{GrammarText::Kind::kEbnf, grammar};
+  options.grammar_field = "grammar";
+}
+
+void check_grammar(const AnswerOptions& options) {
+  if (options.grammar && options.ignore_end_of_text) {
+    refuse("ignore_eos", fmt::format("does not go with \"{}\"", options.grammar_field));
+  }
+}
+
 AnswerOptions parse_options(Fields& fields) {
   AnswerOptions options;
   options.model = fields.text("model");
@@ -276,6 +329,120 @@ void parse_prompts(Fields& fields, CompletionRequest& request) {
   }
 }
 
+// "tool_calls" of a message: their arguments as objects, which templates write as JSON.
+ordered_json normalized_calls(const json& value, const std::string& name) {
+  if (!value.is_array()) refuse(name, "expected a list, got " + shown(value));
+  ordered_json out = ordered_json::array();
+  for (size_t i = 0; i < value.size(); ++i) {
+    const std::string at = fmt::format("{}[{}]", name, i);
+    Fields call(value[i], at);
+    const std::string id = call.text("id");
+    call.unsupported("type", "function", "only \"function\" is supported");
+    const json* given = call.find("function");
+    if (given == nullptr) refuse(at + ".function", "missing");
+    Fields function(*given, at + ".function");
+    const std::string called = function.text("name");
+    if (called.empty()) refuse(at + ".function.name", "missing");
+    const std::string text = function.text("arguments");
+    ordered_json arguments = ordered_json::object();
+    try {
+      if (!text.empty()) arguments = parse_ordered_json(text, at, {.depth = kMaxDepth});
+    } catch (const InputError&) {
+      arguments = text;  // what a model wrote
+    }
+    function.finish();
+    call.unsupported("index", static_cast<int64_t>(i), "not in order");
+    call.finish();
+    ordered_json one = ordered_json::object();
+    if (!id.empty()) one["id"] = id;
+    one["type"] = "function";
+    one["function"] = {{"name", called}, {"arguments", std::move(arguments)}};
+    out.push_back(std::move(one));
+  }
+  return out;
+}
+
+bool is_tool_name(const std::string& name) {
+  const auto fits = [](char one) {
+    return (one >= 'a' && one <= 'z') || (one >= 'A' && one <= 'Z') || (one >= '0' && one <= '9') ||
+           one == '_' || one == '-' || one == '.';
+  };
+  return !name.empty() && name.size() <= kMostToolName && std::ranges::all_of(name, fits);
+}
+
+void parse_tools(Fields& fields, std::string_view body, ChatRequest& request) {
+  const json* value = fields.find("tools");
+  const json* choice = fields.find("tool_choice");
+  request.calls.parallel = fields.flag("parallel_tool_calls", true);
+  const bool none = value == nullptr || (value->is_array() && value->empty());
+  if (none) {
+    request.calls.choice = ToolChoice::kNone;
+    if (choice != nullptr && *choice != "none" && *choice != "auto") {
+      refuse("tool_choice", "there are no tools");
+    }
+    return;
+  }
+  if (!value->is_array()) refuse("tools", "expected a list, got " + shown(*value));
+  if (value->size() > kMostTools) refuse("tools", fmt::format("more than {} tools", kMostTools));
+  const ordered_json ordered = ordered_field(body, "tools");
+  std::set<std::string> names;
+  for (size_t i = 0; i < value->size(); ++i) {
+    const std::string at = fmt::format("tools[{}]", i);
+    Fields tool((*value)[i], at);
+    if (tool.text("type") != "function") refuse(at + ".type", "only \"function\" is supported");
+    const json* given = tool.find("function");
+    if (given == nullptr) refuse(at + ".function", "missing");
+    Fields function(*given, at + ".function");
+    Tool one{.name = function.text("name"), .strict = function.flag("strict", false)};
+    if (!is_tool_name(one.name)) {
+      refuse(at + ".function.name",
+             fmt::format("expected 1 to {} letters, digits, \"_\", \"-\" or \".\", got {}",
+                         kMostToolName, shown(one.name)));
+    }
+    if (!names.insert(one.name).second) refuse(at + ".function.name", "there are two of the name");
+    function.text("description");
+    if (const json* schema = function.find("parameters"); schema != nullptr) {
+      if (!schema->is_object()) refuse(at + ".function.parameters", "expected a JSON schema");
+      one.parameters = ordered[i]["function"]["parameters"].dump();
+    }
+    function.finish();
+    tool.finish();
+    request.tools.push_back(std::move(one));
+  }
+  if (choice != nullptr && choice->is_object()) {
+    Fields named(*choice, "tool_choice");
+    if (named.text("type") != "function")
+      refuse("tool_choice.type", "only \"function\" is supported");
+    const json* function = named.find("function");
+    if (function == nullptr) refuse("tool_choice.function", "missing");
+    Fields inner(*function, "tool_choice.function");
+    const std::string name = inner.text("name");
+    inner.finish();
+    named.finish();
+    if (!names.contains(name)) {
+      refuse("tool_choice.function.name", "there is no tool " + shown(name));
+    }
+    std::erase_if(request.tools, [&](const Tool& tool) { return tool.name != name; });
+    request.calls.choice = ToolChoice::kRequired;
+    request.calls.parallel = false;
+  } else if (choice == nullptr || *choice == "auto") {
+    request.calls.choice = ToolChoice::kAuto;
+  } else if (*choice == "required") {
+    request.calls.choice = ToolChoice::kRequired;
+  } else if (*choice == "none") {
+    request.calls.choice = ToolChoice::kNone;
+    request.tools.clear();
+    return;
+  } else {
+    refuse("tool_choice",
+           "expected \"none\", \"auto\", \"required\" or a function, got " + shown(*choice));
+  }
+  if (request.options.grammar && request.calls.choice == ToolChoice::kRequired) {
+    refuse("tool_choice", fmt::format("does not go with \"{}\"", request.options.grammar_field));
+  }
+  request.tools_json = ordered.dump();
+}
+
 // Messages with their contents as texts. Parts of a content that are texts are joined.
 std::string normalized_messages(Fields& fields) {
   const json* value = fields.find("messages");
@@ -289,8 +456,13 @@ std::string normalized_messages(Fields& fields) {
     const std::string role = message.text("role");
     if (role.empty()) refuse(name + ".role", "missing");
     std::string content;
+    const json* calls = message.find("tool_calls");
+    if (calls != nullptr && calls->is_array() && calls->empty()) calls = nullptr;
+    if (calls != nullptr && role != "assistant") {
+      refuse(name + ".tool_calls", "only messages of the role \"assistant\" have calls");
+    }
     if (const json* given = message.find("content"); given == nullptr) {
-      refuse(name + ".content", "missing");
+      if (calls == nullptr) refuse(name + ".content", "missing");
     } else if (given->is_string()) {
       content = given->get<std::string>();
     } else if (given->is_array()) {
@@ -307,7 +479,12 @@ std::string normalized_messages(Fields& fields) {
     if (const std::string author = message.text("name"); !author.empty()) {
       normalized["name"] = author;
     }
-    message.unsupported("tool_calls", json::array(), "tools are not supported");
+    if (calls != nullptr) normalized["tool_calls"] = normalized_calls(*calls, name + ".tool_calls");
+    if (role == "tool") {
+      const std::string id = message.text("tool_call_id");
+      if (id.empty()) refuse(name + ".tool_call_id", "missing");
+      normalized["tool_call_id"] = id;
+    }
     message.unsupported("refusal", nullptr, "not supported");
     message.finish();
     out.push_back(std::move(normalized));
@@ -361,6 +538,8 @@ CompletionRequest parse_completion(std::string_view body, int64_t most_sequences
   options.log_probs = fields.whole("logprobs", 0, kMostLogProbs);
   request.suffix = fields.text("suffix");
   if (request.echo && !request.suffix.empty()) refuse("suffix", "does not go with \"echo\": true");
+  parse_grammar(fields, body, options);
+  check_grammar(options);
   fields.unsupported("best_of", options.choices, "only n choices are drawn; leave it out");
   fields.finish();
   return request;
@@ -380,13 +559,12 @@ ChatRequest parse_chat(std::string_view body, int64_t most_sequences) {
   const std::optional<int64_t> top = fields.whole("top_logprobs", 0, kMostLogProbs);
   if (top && !log_probs) refuse("top_logprobs", "goes with \"logprobs\": true only");
   if (log_probs) options.log_probs = top.value_or(0);
-  fields.unsupported("response_format", json{{"type", "text"}},
-                     "only {\"type\": \"text\"} is supported");
-  fields.unsupported("tools", json::array(), "tools are not supported; leave it out");
-  fields.unsupported("tool_choice", "none", "tools are not supported; leave it out");
-  fields.unsupported("functions", json::array(), "functions are not supported; leave it out");
+  parse_grammar(fields, body, options);
+  parse_tools(fields, body, request);
+  check_grammar(options);
+  fields.unsupported("functions", json::array(), "not supported; use \"tools\"");
+  fields.unsupported("function_call", "none", "not supported; use \"tool_choice\"");
   fields.unsupported("modalities", json::array({"text"}), "only [\"text\"] is supported");
-  fields.flag("parallel_tool_calls", true);
   fields.finish();
   return request;
 }
@@ -602,9 +780,10 @@ ordered_json chat_log_prob(const Tokenizer& tokenizer, const TokenLogProbs& toke
   return out;
 }
 
-ordered_json finish_reason(const std::optional<StopReason>& stop) {
+ordered_json finish_reason(const std::optional<StopReason>& stop, bool calls) {
   if (!stop) return nullptr;
-  return *stop == StopReason::kEndOfText || *stop == StopReason::kStopString ? "stop" : "length";
+  if (*stop != StopReason::kEndOfText && *stop != StopReason::kStopString) return "length";
+  return calls ? "tool_calls" : "stop";
 }
 
 ordered_json usage_json(int64_t prompt_tokens, int64_t tokens, int64_t cached_tokens) {

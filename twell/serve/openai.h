@@ -5,6 +5,8 @@
 // In: JSON texts of untrusted clients, UTF-8. A body that cannot be answered is an ApiError whose
 // message names the field, its value and what is allowed. A field that this server does not know is
 // an error, because ignoring it would give another answer than the client asked for.
+// A request's "response_format" and "grammar" become a grammar, its "tools" what tool_calls.h
+// takes.
 // Source: OpenAI's API reference (completions, chat completions); top_k, min_p, ignore_eos,
 // add_special_tokens and continuous_usage_stats as in vLLM, logit_bias as a list and of texts as in
 // llama.cpp.
@@ -19,7 +21,9 @@
 #include <variant>
 #include <vector>
 
+#include "twell/grammar/grammar.h"
 #include "twell/infer/scheduler.h"
+#include "twell/serve/tool_calls.h"
 #include "twell/tokenizer/tokenizer.h"
 
 namespace twell {
@@ -59,6 +63,8 @@ struct AnswerOptions {
   int64_t choices = 1;               // per prompt
   std::optional<int64_t> log_probs;  // of the tokens and of so many most likely ones
   bool ignore_end_of_text = false;
+  std::optional<GrammarText> grammar;  // that answers are drawn by, as the field says
+  std::string grammar_field;
   bool stream = false;
   bool stream_usage = false;             // a last chunk with the usage
   bool stream_continuous_usage = false;  // the usage in every chunk
@@ -74,7 +80,12 @@ struct CompletionRequest {
 
 struct ChatRequest {
   AnswerOptions options;
-  std::string messages_json;  // a list of objects with texts "role" and "content"
+  // A list of objects with texts "role" and "content"; those of calls have "tool_calls", whose
+  // arguments are objects, and those of results "tool_call_id".
+  std::string messages_json;
+  std::string tools_json;   // as the client gave them, for the template; empty: none
+  std::vector<Tool> tools;  // of them, those that may be called
+  ToolCallLimits calls;
 };
 
 struct ResponseRequest {
@@ -118,8 +129,8 @@ class CompletionLogProbs {
 // An entry of the "content" of a chat completion's "logprobs".
 nlohmann::ordered_json chat_log_prob(const Tokenizer& tokenizer, const TokenLogProbs& token);
 
-// "stop", "length", or null while there is none.
-nlohmann::ordered_json finish_reason(const std::optional<StopReason>& stop);
+// "stop", "length", "tool_calls" where the answer has calls, or null while there is none.
+nlohmann::ordered_json finish_reason(const std::optional<StopReason>& stop, bool calls = false);
 
 nlohmann::ordered_json usage_json(int64_t prompt_tokens, int64_t tokens, int64_t cached_tokens);
 

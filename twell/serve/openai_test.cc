@@ -215,8 +215,42 @@ TEST(OpenAi, RefusedChats) {
        "messages[0].content"},
       {R"({"messages": [{"role": "user", "content": "a", "extra": 1}]})", "messages[0].extra"},
       {"{" + user + R"(, "top_logprobs": 2})", "top_logprobs"},
-      {"{" + user + R"(, "tools": [{}]})", "tools"},
-      {"{" + user + R"(, "response_format": {"type": "json_object"}})", "response_format"},
+      {"{" + user + R"(, "tools": [{}]})", "tools[0].type"},
+      {"{" + user + R"(, "tools": {}})", "tools"},
+      {"{" + user + R"(, "tools": [{"type": "function", "function": {"name": "a b"}}]})",
+       "tools[0].function.name"},
+      {"{" + user + R"(, "tools": [{"type": "function", "function": {"name": "a"}},
+                                   {"type": "function", "function": {"name": "a"}}]})",
+       "tools[1].function.name"},
+      {"{" + user +
+           R"(, "tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]})",
+       "tools[0].function.parameters"},
+      {"{" + user + R"(, "tools": [{"type": "function", "function": {"name": "a"}}],
+          "tool_choice": {"type": "function", "function": {"name": "b"}}})",
+       "tool_choice.function.name"},
+      {"{" + user +
+           R"(, "tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": "any"})",
+       "tool_choice"},
+      {"{" + user + R"(, "tool_choice": "required"})", "tool_choice"},
+      {"{" + user + R"(, "tools": [{"type": "function", "function": {"name": "a"}}], "grammar": "x",
+          "tool_choice": "required"})",
+       "tool_choice"},
+      {"{" + user + R"(, "response_format": {"type": "xml"}})", "response_format.type"},
+      {"{" + user + R"(, "response_format": {"type": "json_schema"}})",
+       "response_format.json_schema"},
+      {"{" + user +
+           R"(, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}})",
+       "response_format.json_schema.schema"},
+      {"{" + user + R"(, "response_format": {"type": "json_object", "x": 1}})",
+       "response_format.x"},
+      {"{" + user + R"(, "response_format": {"type": "json_object"}, "grammar": "x"})", "grammar"},
+      {"{" + user + R"(, "response_format": {"type": "json_object"}, "ignore_eos": true})",
+       "ignore_eos"},
+      {R"({"messages": [{"role": "tool", "content": "a"}]})", "messages[0].tool_call_id"},
+      {R"({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]})",
+       "messages[0].tool_calls"},
+      {R"({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]})",
+       "messages[0].tool_calls[0].function.name"},
       {"{" + user + R"(, "echo": true})", "echo"},
   };
   for (const auto& one : cases) {
@@ -224,6 +258,65 @@ TEST(OpenAi, RefusedChats) {
     EXPECT_EQ(error.status, 400) << one.body;
     EXPECT_EQ(error.param, one.param) << one.body;
   }
+}
+
+// A schema keeps the client's order of properties, in which a model writes them.
+TEST(OpenAi, ResponseFormatsBecomeGrammars) {
+  using Kind = GrammarText::Kind;
+  const std::string user = R"("messages": [{"role": "user", "content": "a"}])";
+  const auto grammar_of = [&](const std::string& fields) {
+    return parse_chat("{" + user + fields + "}", kMost).options.grammar;
+  };
+  EXPECT_FALSE(grammar_of(""));
+  EXPECT_FALSE(grammar_of(R"(, "response_format": {"type": "text"})"));
+  EXPECT_EQ(grammar_of(R"(, "response_format": {"type": "json_object"})"),
+            (GrammarText{Kind::kJson, ""}));
+  EXPECT_EQ(grammar_of(R"(, "response_format": {"type": "json_schema", "json_schema": {"name": "n",
+                "strict": true, "schema": {"type": "object", "properties": {"b": {}, "a": {}}}}})"),
+            (GrammarText{Kind::kJsonSchema, R"({"type":"object","properties":{"b":{},"a":{}}})"}));
+  EXPECT_EQ(grammar_of(R"(, "grammar": "root ::= \"a\"")"),
+            (GrammarText{Kind::kEbnf, R"(root ::= "a")"}));
+  EXPECT_EQ(
+      parse_completion(R"({"prompt": "a", "response_format": {"type": "json_object"}})", kMost)
+          .options.grammar_field,
+      "response_format");
+}
+
+TEST(OpenAi, ToolsAndTheirHistory) {
+  const std::string tools = R"("tools": [
+      {"type": "function", "function": {"name": "b", "description": "d", "strict": true,
+       "parameters": {"type": "object", "properties": {"z": {}, "a": {}}}}},
+      {"type": "function", "function": {"name": "a"}}])";
+  const std::string messages = R"("messages": [{"role": "user", "content": "q"},
+      {"role": "assistant", "content": null, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "b", "arguments": "{\"z\": 1, \"a\": []}"}},
+        {"id": "c2", "type": "function", "function": {"name": "a", "arguments": "{bad"}}]},
+      {"role": "tool", "tool_call_id": "c1", "content": "42"}])";
+  const auto of = [&](const std::string& more) {
+    return parse_chat("{" + messages + ", " + tools + more + "}", kMost);
+  };
+  const ChatRequest request = of("");
+  EXPECT_EQ(request.messages_json,
+            R"([{"role":"user","content":"q"},{"role":"assistant","content":"","tool_calls":[)"
+            R"({"id":"c1","type":"function","function":{"name":"b","arguments":{"z":1,"a":[]}}},)"
+            R"({"id":"c2","type":"function","function":{"name":"a","arguments":"{bad"}}]},)"
+            R"({"role":"tool","content":"42","tool_call_id":"c1"}])");
+  EXPECT_EQ(request.calls.choice, ToolChoice::kAuto);
+  EXPECT_TRUE(request.calls.parallel);
+  ASSERT_EQ(request.tools.size(), 2u);
+  EXPECT_TRUE(request.tools[0].strict);
+  EXPECT_EQ(request.tools[0].parameters, R"({"type":"object","properties":{"z":{},"a":{}}})");
+  EXPECT_EQ(nlohmann::json::parse(request.tools_json).size(), 2u);
+  EXPECT_FALSE(of(R"(, "parallel_tool_calls": false)").calls.parallel);
+  EXPECT_EQ(of(R"(, "tool_choice": "required")").calls.choice, ToolChoice::kRequired);
+  const ChatRequest none = of(R"(, "tool_choice": "none")");
+  EXPECT_TRUE(none.tools.empty() && none.tools_json.empty());
+  const ChatRequest named =
+      of(R"(, "tool_choice": {"type": "function", "function": {"name": "a"}})");
+  EXPECT_EQ(named.calls.choice, ToolChoice::kRequired);
+  ASSERT_EQ(named.tools.size(), 1u);
+  EXPECT_EQ(named.tools[0].name, "a");
+  EXPECT_EQ(named.tools_json, request.tools_json);
 }
 
 TEST(OpenAi, ErrorsHaveOpenAisForm) {

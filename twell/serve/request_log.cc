@@ -17,10 +17,10 @@ constexpr size_t kPathBytes = 200;
 std::string utc(std::chrono::system_clock::time_point time) {
   const auto since = time.time_since_epoch();
   const auto whole = std::chrono::floor<std::chrono::seconds>(since);
-  const auto seconds = static_cast<std::time_t>(whole.count());
+  const auto second = static_cast<std::time_t>(whole.count());
   const auto millis = std::chrono::duration_cast<std::chrono::milliseconds>(since - whole).count();
   std::tm parts{};
-  ::gmtime_r(&seconds, &parts);
+  ::gmtime_r(&second, &parts);
   return fmt::format("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:03}Z", parts.tm_year + 1900,
                      parts.tm_mon + 1, parts.tm_mday, parts.tm_hour, parts.tm_min, parts.tm_sec,
                      millis);

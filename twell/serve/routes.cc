@@ -30,8 +30,10 @@ struct Job {
   std::vector<Usage> usage;         // of each sequence so far
   std::vector<bool> counts_prompt;  // choices share their prompt
   AnswerOptions options;
-  uint64_t client = 0;  // GenerationRequest::client
-  ordered_json head;    // id, object, created, model
+  std::optional<Grammar> grammar;   // that the sequences are drawn by,
+  std::vector<int32_t> end_tokens;  // until one of these
+  uint64_t client = 0;              // GenerationRequest::client
+  ordered_json head;                // id, object, created, model
   std::shared_ptr<void> in_progress;
   std::shared_ptr<HttpUsage> http_usage = std::make_shared<HttpUsage>();
 
@@ -69,6 +71,20 @@ constexpr const char* kLastEvent = "data: [DONE]\n\n";
 constexpr const char* kResponses = "/v1/responses";
 constexpr const char* kOneModel = "/v1/models/";
 
+std::vector<int32_t> joined(std::vector<int32_t> some, const std::vector<int32_t>& others) {
+  some.insert(some.end(), others.begin(), others.end());
+  std::ranges::sort(some);
+  some.erase(std::ranges::unique(some).begin(), some.end());
+  return some;
+}
+
+// All tokens that end a text.
+std::vector<int32_t> end_tokens(const Tokenizer& tokenizer, const std::vector<int32_t>& others) {
+  std::vector<int32_t> ids;
+  if (tokenizer.eos_token() >= 0) ids.push_back(tokenizer.eos_token());
+  return joined(std::move(ids), others);
+}
+
 std::string event_text(const ordered_json& json) { return "data: " + to_text(json) + "\n\n"; }
 
 HttpReply json_reply(const ordered_json& json) { return {.body = to_text(json)}; }
@@ -93,6 +109,7 @@ ApiError answer_too_large() {
 std::optional<ApiError> failure_of(const AnswerEvent& event) {
   if (event.stop == StopReason::kFailed) return ApiError(500, "the model failed");
   if (event.stop == StopReason::kNotFinite) return ApiError(500, std::string(kNoTokenReason));
+  if (event.stop == StopReason::kNoneFits) return ApiError(400, std::string(kNoneFitsReason));
   if (event.stop == StopReason::kCancelled) return ApiError(503, "the server is stopping");
   return std::nullopt;
 }
@@ -270,6 +287,9 @@ Routes::Routes(Session& session, const Tokenizer& tokenizer, const ChatTemplate*
       chat_(chat),
       options_(options),
       scheduler_(scheduler),
+      grammars_(tokenizer, {.end_tokens = end_tokens(
+                                tokenizer, joined(options.stop_tokens, options.chat_stop_tokens)),
+                            .marks = tool_marks()}),
       waker_(waker),
       memory_(memory),
       started_(std::time(nullptr)),
@@ -409,7 +429,7 @@ ApiError Routes::too_long(const std::string& size, const char* field) const {
           field, "context_length_exceeded"};
 }
 
-std::string Routes::render(const std::string& messages_json) const {
+std::string Routes::render(const std::string& messages_json, const std::string& tools_json) const {
   if (chat_ == nullptr) {
     throw ApiError(
         400,
@@ -418,7 +438,48 @@ std::string Routes::render(const std::string& messages_json) const {
             : fmt::format("this model cannot chat; use /v1/completions ({})", options_.no_chat),
         "messages");
   }
-  return chat_->render_json(messages_json, /*add_generation_prompt=*/true);
+  return chat_->render({.messages = messages_json, .tools = tools_json});
+}
+
+std::optional<ToolCallReader> Routes::prepare_tools(ChatRequest& request) const {
+  if (request.tools.empty()) return std::nullopt;
+  if (chat_ == nullptr) render({});  // says why
+  const std::optional<ToolForm> form = tool_form(chat_->tool_template());
+  if (!form) {
+    throw ApiError(400,
+                   "tools: this model's chat template takes no tools, or has them called in a form "
+                   "that this server does not know",
+                   "tools");
+  }
+  AnswerOptions& options = request.options;
+  if (!options.grammar) {
+    try {
+      options.grammar = tool_grammar(*form, request.tools, request.calls);
+    } catch (const InputError& error) {
+      throw ApiError(400, fmt::format("tools: {}", error.what()), "tools");
+    }
+    options.grammar_field = "tools";
+    if (options.grammar && options.ignore_end_of_text) {
+      throw ApiError(400, "ignore_eos: does not go with calls of tools", "ignore_eos");
+    }
+  }
+  std::set<std::string> names;
+  for (const Tool& tool : request.tools) names.insert(tool.name);
+  return ToolCallReader(*form, std::move(names), request.calls.parallel ? INT32_MAX : 1);
+}
+
+void Routes::compile_grammar(Job& job, const std::vector<int32_t>& stop_tokens) {
+  const AnswerOptions& options = job.options;
+  if (!options.grammar) return;
+  try {
+    job.grammar = grammars_.compile(*options.grammar);
+  } catch (const InputError& error) {
+    throw ApiError(400, fmt::format("{}: {}", options.grammar_field, error.what()),
+                   options.grammar_field);
+  } catch (const GrammarBusy& error) {
+    throw ApiError(503, error.what(), options.grammar_field, "overloaded");
+  }
+  job.end_tokens = end_tokens(tokenizer_, stop_tokens);
 }
 
 void Routes::check_ids(const std::vector<int32_t>& ids, const char* field) const {
@@ -488,6 +549,7 @@ void Routes::add_choices(Job& job, const GenerationRequest& request) {
     GenerationRequest one = request;
     one.sampler.seed += static_cast<uint64_t>(choice);
     one.client = job.client;
+    if (job.grammar) one.filter = job.grammar->filter(job.end_tokens);
     if (!job.answers.add(std::move(one))) throw overloaded();
     job.usage.emplace_back();
     job.counts_prompt.push_back(choice == 0);
@@ -515,6 +577,7 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
   check_model(request.options.model);
   std::unique_ptr<Job> job = new_job(std::move(request.options));
   job->client = client_of(http_request);
+  compile_grammar(*job, options_.stop_tokens);
   const bool log_probs = job->options.log_probs.has_value();
   const int64_t max_tokens = job->options.max_tokens.value_or(kCompletionTokens);
   if (!request.suffix.empty() && !fill_in_) {
@@ -569,12 +632,15 @@ HttpReply Routes::converse(const HttpRequest& http_request) {
     return parse_chat(body, options_.max_waiting);
   });
   check_model(request.options.model);
+  const std::optional<ToolCallReader> tools = prepare_tools(request);
   std::unique_ptr<Job> job = new_job(std::move(request.options));
   job->client = client_of(http_request);
   // The template writes the begin token itself.
-  std::vector<int32_t> ids = encode(render(request.messages_json), false, "messages");
+  std::vector<int32_t> ids =
+      encode(render(request.messages_json, request.tools_json), false, "messages");
+  compile_grammar(*job, options_.chat_stop_tokens);
   job->format = std::make_unique<ChatFormat>(tokenizer_, job->options.log_probs.has_value(),
-                                             job->options.choices);
+                                             job->options.choices, tools ? &*tools : nullptr);
   add_choices(*job, generation(std::move(ids), job->options,
                                job->options.max_tokens.value_or(session_.capacity()),
                                options_.chat_stop_tokens, "messages"));

@@ -14,10 +14,12 @@
 #include <utility>
 #include <vector>
 
+#include "twell/grammar/grammar.h"
 #include "twell/serve/allowed_hosts.h"
 #include "twell/serve/answer_formats.h"
 #include "twell/serve/fill_in.h"
 #include "twell/serve/http_server.h"
+#include "twell/serve/openai.h"
 #include "twell/serve/server.h"
 
 namespace twell {
@@ -52,7 +54,11 @@ class Routes {
 
   std::vector<int32_t> encode(const std::string& text, bool begin_token, const char* field) const;
   ApiError too_long(const std::string& size, const char* field) const;
-  std::string render(const std::string& messages_json) const;
+  std::string render(const std::string& messages_json, const std::string& tools_json = {}) const;
+  // What the answers to a chat are drawn by, and how calls in them are read.
+  std::optional<ToolCallReader> prepare_tools(ChatRequest& request) const;
+  // Compiles the grammar of the answers, if they have one.
+  void compile_grammar(Job& job, const std::vector<int32_t>& stop_tokens);
   void check_ids(const std::vector<int32_t>& ids, const char* field) const;
   std::vector<TokenBias> biases(const std::vector<BiasWish>& wishes) const;
   GenerationRequest generation(std::vector<int32_t> prompt, const AnswerOptions& wanted,
@@ -76,6 +82,7 @@ class Routes {
   const ChatTemplate* chat_;
   const ServerOptions& options_;
   Scheduler& scheduler_;
+  GrammarCompiler grammars_;
   Waker& waker_;
   MemoryBudget& memory_;
   const int64_t started_;

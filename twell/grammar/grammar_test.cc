@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/grammar/grammar.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "twell/base/error.h"
+#include "twell/grammar/json_schema.h"
+#include "twell/tokenizer/test_tokenizer.h"
+
+namespace twell {
+namespace {
+
+constexpr int32_t kEnd = 0;
+
+// End of text, the bytes, and tokens of several bytes, some of which end inside a character.
+Tokenizer merged_tokenizer() {
+  bool given = false;
+  return train_bpe({.vocab_size = 420, .threads = 1}, [&](std::string& text) {
+    text.clear();
+    for (int byte = 0; byte < 256; ++byte) text += static_cast<char>(byte);
+    for (int i = 0; i < 40; ++i) {
+      text +=
+          R"({"name": "Ada", "age": 36, "tags": ["a", "b"], "x": null, "y": true, "z": -1.5e3} )";
+      text += "größe größer \U0001F600 \U0001F601 ";
+    }
+    return !std::exchange(given, true);
+  });
+}
+
+GrammarOptions ends_at_end() { return {.end_tokens = {kEnd}}; }
+
+class GrammarTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!GrammarCompiler::available()) GTEST_SKIP() << "built without XGrammar";
+  }
+  std::vector<uint32_t> mask_of(TokenFilter& filter) const {
+    std::vector<uint32_t> mask(static_cast<size_t>(token_mask_words(tokenizer_.vocab_size())));
+    filter.allowed(mask);
+    return mask;
+  }
+  // The tokens of a text, chosen at random among those that its bytes begin with.
+  std::vector<int32_t> random_tokens(std::string_view text, std::mt19937& random) const {
+    std::vector<int32_t> ids;
+    while (!text.empty()) {
+      std::vector<int32_t> fitting;
+      for (int32_t id = 1; id < tokenizer_.vocab_size(); ++id) {
+        if (text.starts_with(tokenizer_.token_bytes(id))) fitting.push_back(id);
+      }
+      ids.push_back(fitting[random() % fitting.size()]);
+      text.remove_prefix(tokenizer_.token_bytes(ids.back()).size());
+    }
+    return ids;
+  }
+
+  Tokenizer tokenizer_ = merged_tokenizer();
+  GrammarCompiler compiler_{tokenizer_, ends_at_end()};
+};
+
+enum class Fit { kNo, kBegins, kWhole };  // of a text by a language
+
+// Whether a text is, or begins, one of a few words.
+Fit fits_words(const std::vector<std::string>& words, std::string_view text) {
+  Fit fit = Fit::kNo;
+  for (const std::string& word : words) {
+    if (word == text) return Fit::kWhole;
+    if (word.starts_with(text)) fit = Fit::kBegins;
+  }
+  return fit;
+}
+
+struct Language {
+  const char* name;
+  GrammarText grammar;
+  std::vector<std::string> words;  // all of them
+};
+
+std::vector<Language> languages() {
+  using Kind = GrammarText::Kind;
+  std::vector<std::string> pairs;
+  for (const char* a : {"a", "bc", "größe", "\U0001F600"}) {
+    for (const char* b : {"", "x", "xx"}) pairs.push_back(std::string(a) + b);
+  }
+  std::vector<std::string> digits;
+  for (int i = 10; i <= 99; ++i) digits.push_back(std::to_string(i));
+  std::vector<std::string> ages;
+  for (int i = -3; i <= 12; ++i) ages.push_back(std::to_string(i));
+  return {
+      {"ebnf",
+       {Kind::kEbnf, "root ::= (\"a\" | \"bc\" | \"größe\" | \"\U0001F600\") \"x\"{0,2}"},
+       pairs},
+      {"classes", {Kind::kEbnf, "root ::= [1-9] d\nd ::= [0-9]"}, digits},
+      {"constant", {Kind::kJsonSchema, R"({"const": "größer \"x\""})"}, {R"("größer \"x\"")"}},
+      {"enumeration",
+       {Kind::kJsonSchema, R"({"enum": ["a", 1, null, true]})"},
+       {R"("a")", "1", "null", "true"}},
+      {"range", {Kind::kJsonSchema, R"({"type": "integer", "minimum": -3, "maximum": 12})"}, ages},
+      {"pattern",
+       {Kind::kJsonSchema, R"({"type": "string", "pattern": "^(ab|c)d?$"})"},
+       {R"("ab")", R"("abd")", R"("c")", R"("cd")"}},
+      {"boolean",
+       {Kind::kJsonSchema, R"({"type": ["boolean", "null"]})"},
+       {"true", "false", "null"}},
+  };
+}
+
+// The mask is exact: for every text that a language begins with, every token is allowed if and only
+// if the text with it still fits, and the end if and only if the text is a word.
+TEST_F(GrammarTest, MasksEqualABruteForceCheckOfEveryToken) {
+  std::mt19937 random(1);
+  for (const Language& language : languages()) {
+    const Grammar grammar = compiler_.compile(language.grammar);
+    for (const std::string& word : language.words) {
+      const std::vector<int32_t> ids = random_tokens(word, random);
+      const auto filter = grammar.filter(std::vector<int32_t>{kEnd});
+      std::string text;
+      for (size_t i = 0; i <= ids.size(); ++i) {
+        const std::vector<uint32_t> mask = mask_of(*filter);
+        for (int32_t id = 0; id < tokenizer_.vocab_size(); ++id) {
+          const bool want =
+              id == kEnd ? fits_words(language.words, text) == Fit::kWhole
+                         : fits_words(language.words,
+                                      text + std::string(tokenizer_.token_bytes(id))) != Fit::kNo;
+          ASSERT_EQ(mask_allows(mask, id), want)
+              << language.name << ": after \"" << text << "\", token " << id << " \""
+              << tokenizer_.token_bytes(id) << "\"";
+        }
+        if (i == ids.size()) break;
+        filter->accept(i, ids[i]);
+        text += tokenizer_.token_bytes(ids[i]);
+      }
+      EXPECT_FALSE(filter->ended());
+      filter->accept(ids.size(), kEnd);
+      EXPECT_TRUE(filter->ended());
+      EXPECT_EQ(mask_of(*filter)[2], ~0u);
+    }
+  }
+}
+
+TEST_F(GrammarTest, ObjectsAndTheirTokensAreTakenBack) {
+  const Grammar grammar = compiler_.compile(
+      {GrammarText::Kind::kJsonSchema,
+       R"({"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"},
+           "tags": {"type": "array", "items": {"type": "string"}}}, "required": ["name", "age"]})"});
+  std::mt19937 random(2);
+  for (const char* text :
+       {R"({"name": "Ada", "age": 36})", R"({"name":"größe\n","age":-1,"tags":[]})",
+        "{\n  \"name\": \"\",\n  \"age\": 0,\n  \"tags\": [\"a\", \"b\"]\n}"}) {
+    const std::vector<int32_t> ids = random_tokens(text, random);
+    const auto filter = grammar.filter(std::vector<int32_t>{kEnd});
+    std::vector<std::vector<uint32_t>> masks;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      masks.push_back(mask_of(*filter));
+      ASSERT_TRUE(mask_allows(masks.back(), ids[i])) << text << ", token " << i;
+      ASSERT_FALSE(mask_allows(masks.back(), kEnd));
+      filter->accept(i, ids[i]);
+      filter->accept(i, ids[i]);  // told twice
+    }
+    ASSERT_TRUE(mask_allows(mask_of(*filter), kEnd));
+    filter->accept(ids.size(), kEnd);
+    // A token behind the end, as a step that began early draws it, and back.
+    filter->accept(ids.size() + 1, 17);
+    for (size_t i = ids.size(); i-- > 0;) {
+      if (i % 3 != 0) continue;
+      filter->rewind(i);
+      ASSERT_EQ(mask_of(*filter), masks[i]) << i;
+    }
+    filter->accept(0, ids[0]);
+    ASSERT_EQ(mask_of(*filter), masks[1]);
+    EXPECT_THROW(filter->accept(5, ids[5]), Error);
+  }
+  // Properties that are not listed, and an object without one that is required.
+  for (const char* text : {R"({"nam_)", R"({"name": "a"})", R"({"age)", R"([)"}) {
+    const auto filter = grammar.filter(std::vector<int32_t>{kEnd});
+    const std::vector<int32_t> ids = random_tokens(text, random);
+    bool fits = true;
+    for (size_t i = 0; i < ids.size() && fits; ++i) {
+      fits = mask_allows(mask_of(*filter), ids[i]);
+      filter->accept(i, ids[i]);
+    }
+    EXPECT_FALSE(fits) << text;
+  }
+}
+
+// Blanks come to an end, so that a model that writes nothing else does not run to its limit.
+TEST_F(GrammarTest, BlanksAreBounded) {
+  const Grammar grammar = compiler_.compile({GrammarText::Kind::kJson, ""});
+  const auto filter = grammar.filter(std::vector<int32_t>{kEnd});
+  const int32_t brace = tokenizer_.find("{"), blank = tokenizer_.find("\n");
+  filter->accept(0, brace);
+  uint64_t blanks = 0;
+  while (mask_allows(mask_of(*filter), blank) && blanks < 1000) filter->accept(++blanks, blank);
+  EXPECT_EQ(blanks, 32u);
+}
+
+TEST_F(GrammarTest, WithoutEndTokensATextEndsWhenItIsComplete) {
+  const Grammar grammar = compiler_.compile({GrammarText::Kind::kEbnf, R"(root ::= "ab")"});
+  const auto filter = grammar.filter({});
+  const int32_t a = tokenizer_.find("a"), b = tokenizer_.find("b");
+  EXPECT_FALSE(filter->ended());
+  filter->accept(0, a);
+  EXPECT_FALSE(filter->ended());
+  EXPECT_FALSE(mask_allows(mask_of(*filter), kEnd));
+  filter->accept(1, b);
+  EXPECT_TRUE(filter->ended());
+}
+
+// Marks of tool calls are tokens of their own, other special tokens are never drawn.
+TEST_F(GrammarTest, SpecialTokensOnlyAsMarks) {
+  bool given = false;
+  const Tokenizer special =
+      train_bpe({.vocab_size = 260,
+                 .special_tokens = {"<|endoftext|>", "<tool_call>", "<other>"},
+                 .threads = 1},
+                [&](std::string& text) {
+                  for (int byte = 0; byte < 256; ++byte) text += static_cast<char>(byte);
+                  return !std::exchange(given, true);
+                });
+  GrammarCompiler compiler(special, {.end_tokens = {0}, .marks = {"<tool_call>"}});
+  const auto filter = compiler.compile({GrammarText::Kind::kEbnf, R"(root ::= [^a]*)"})
+                          .filter(std::vector<int32_t>{0});
+  std::vector<uint32_t> mask(static_cast<size_t>(token_mask_words(special.vocab_size())));
+  filter->allowed(mask);
+  EXPECT_TRUE(mask_allows(mask, 0));
+  EXPECT_FALSE(mask_allows(mask, 2));
+  // It has no "a" and fits, letter by letter, as the byte "<" does.
+  EXPECT_FALSE(mask_allows(mask, special.find("a")));
+  const auto marked = compiler.compile({GrammarText::Kind::kEbnf, R"(root ::= "<tool_call>{")"})
+                          .filter(std::vector<int32_t>{0});
+  marked->allowed(mask);
+  EXPECT_TRUE(mask_allows(mask, 1));
+  EXPECT_TRUE(mask_allows(mask, special.find("<")));
+  EXPECT_FALSE(mask_allows(mask, 2));
+}
+
+std::string refusal(GrammarCompiler& compiler, GrammarText::Kind kind, const std::string& text) {
+  try {
+    compiler.compile({kind, text});
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "taken";
+}
+
+TEST_F(GrammarTest, WhatCannotBeKeptIsRefusedByName) {
+  using testing::HasSubstr;
+  const auto of = [&](const std::string& schema) {
+    return refusal(compiler_, GrammarText::Kind::kJsonSchema, schema);
+  };
+  for (const char* keyword :
+       {"not", "if", "then", "else", "dependentRequired", "dependentSchemas"}) {
+    const std::string found =
+        of(fmt::format(R"({{"properties": {{"a": {{"{}": {{}}}}}}, "type": "object"}})", keyword));
+    EXPECT_THAT(found, HasSubstr(fmt::format("\"{}\" is not supported at \"/properties/a/{}\"",
+                                             keyword, keyword)));
+  }
+  EXPECT_THAT(of(R"({"type": "array", "uniqueItems": true})"), HasSubstr("uniqueItems"));
+  EXPECT_THAT(of(R"({"type": "array", "contains": {}})"), HasSubstr("contains"));
+  EXPECT_THAT(of(R"({"type": "number", "multipleOf": 0.5})"), HasSubstr("multipleOf"));
+  EXPECT_THAT(of(R"({"type": "string", "pattern": "a*", "maxLength": 3})"), HasSubstr("pattern"));
+  EXPECT_THAT(of(R"({"type": "string", "format": "color"})"), HasSubstr("color"));
+  EXPECT_THAT(of(R"({"allOf": [{"type": "string"}, {"maxLength": 3}]})"), HasSubstr("allOf"));
+  EXPECT_THAT(of(R"({"anyOf": [{"type": "string"}], "type": "string", "maxLength": 1})"),
+              HasSubstr("anyOf"));
+  EXPECT_THAT(of(R"({"$ref": "http://x/y"})"), HasSubstr("outside"));
+  EXPECT_THAT(of(R"({"$ref": "#/$defs/a"})"), HasSubstr("nowhere"));
+  EXPECT_THAT(of(R"({"type": "thing"})"), HasSubstr("thing"));
+  EXPECT_THAT(of(R"({"minimum": 3})"), HasSubstr("needs \"type\""));
+  EXPECT_THAT(of(R"({"type": "string", "pattern": "(?=a)b"})"), testing::Not("taken"));
+  EXPECT_THAT(of(R"(false)"), HasSubstr("refused"));
+  EXPECT_THAT(of(R"([1])"), HasSubstr("object"));
+  EXPECT_THAT(of(R"({"type")"), HasSubstr("not valid JSON"));
+  std::string deep = R"({"type": "string"})";
+  for (int i = 0; i < 40; ++i) deep = R"({"type": "array", "items": )" + deep + "}";
+  EXPECT_THAT(of(deep), HasSubstr("deep"));
+  const auto ebnf = [&](const std::string& text) {
+    return refusal(compiler_, GrammarText::Kind::kEbnf, text);
+  };
+  EXPECT_THAT(ebnf("root ::= "), testing::Not("taken"));
+  EXPECT_THAT(ebnf("other ::= \"a\""), HasSubstr("root"));
+  EXPECT_THAT(ebnf("root ::= missing"), HasSubstr("missing"));
+  EXPECT_THAT(ebnf("root ::= " + std::string(5000, '(')), HasSubstr("deep"));
+  EXPECT_THAT(ebnf(std::string(300 << 10, 'a')), HasSubstr("at most"));
+  // A refusal is kept as well, and what is right is still taken.
+  EXPECT_EQ(of(R"([1])"), of(R"([1])"));
+  EXPECT_EQ(of(R"({"type": "string"})"), "taken");
+}
+
+TEST_F(GrammarTest, TheCacheIsBounded) {
+  GrammarCompiler compiler(tokenizer_, {.end_tokens = {kEnd}, .most_cached = 2});
+  for (int round = 0; round < 2; ++round) {
+    for (int i = 0; i < 5; ++i) {
+      const auto filter =
+          compiler.compile({GrammarText::Kind::kEbnf, fmt::format("root ::= \"{}\"", i)})
+              .filter(std::vector<int32_t>{kEnd});
+      EXPECT_TRUE(mask_allows(mask_of(*filter), tokenizer_.find(std::to_string(i))));
+    }
+  }
+}
+
+TEST_F(GrammarTest, AGrammarThatTakesTooLongIsGivenUp) {
+  GrammarCompiler compiler(tokenizer_,
+                           {.end_tokens = {kEnd}, .most_time = std::chrono::milliseconds(1)});
+  std::string large = "root ::= ";
+  for (int i = 0; i < 2000; ++i) large += fmt::format("[a-z{}]* \"{}\" | ", i % 10, i);
+  EXPECT_THAT(refusal(compiler, GrammarText::Kind::kEbnf, large + "\"a\""),
+              testing::HasSubstr("takes more than"));
+}
+
+TEST(JsonSchema, ObjectsThatListTheirPropertiesAreClosed) {
+  const auto of = [](const char* text) {
+    return nlohmann::ordered_json::parse(checked_json_schema(text, "test"));
+  };
+  EXPECT_EQ(of(R"({"type": "object", "properties": {"b": {}, "a": {}}})").dump(),
+            R"({"type":"object","properties":{"b":{},"a":{}},"additionalProperties":false})");
+  EXPECT_EQ(of(R"({"type": "object"})")["additionalProperties"], true);
+  EXPECT_EQ(of(R"({"type": "array"})")["items"], true);
+  EXPECT_EQ(of(R"({"type": "object", "properties": {"a": {}}, "additionalProperties": true})")
+                ["additionalProperties"],
+            true);
+  EXPECT_EQ(of(R"({"type": "object", "properties": {"a": {}}, "required": ["b"]})")
+                ["additionalProperties"],
+            true);
+  EXPECT_EQ(of(R"({"$defs": {"x": {"type": "object", "properties": {}}}, "$ref": "#/$defs/x"})")
+                ["$defs"]["x"]["additionalProperties"],
+            false);
+}
+
+}  // namespace
+}  // namespace twell
