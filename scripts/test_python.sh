@@ -33,7 +33,7 @@ needs_of_torch=(filelock typing-extensions sympy networkx jinja2 fsspec 'setupto
 without_needs=(accelerate==1.11.0 kernels==0.17.2)
 # No Ninja: that of PyPI writes another log than the system's, so either would build all anew.
 others=(
-  transformers==5.17.0 lm_eval==0.4.13 psutil numpy pytest==8.4.2 matplotlib==3.10.7
+  transformers==5.17.0 lm_eval==0.4.13 psutil numpy pytest==8.4.2 matplotlib==3.10.7 mypy==2.4.1
   scikit-build-core==0.11.6 nanobind==3.1.0 nanobind-backend==1.0.0 tomlkit==0.13.3
 )
 wanted="${torch[*]} ${needs_of_torch[*]} ${without_needs[*]} ${others[*]}"

@@ -10,6 +10,8 @@ transformers: `Engine`, `tokenize`, `Trainer`.
 `python -m twell.doctor` says what this installation can do.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .ops import ffn, ffn_train
 from .patch import LayerStats, l1, patch, reinit_dead, relufy, stats, unpatch, update
 from .plan import Plan, TrainCounts
@@ -35,8 +37,13 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
+if TYPE_CHECKING:
+    from .callback import SparsityCallback
+    from .engine import Engine, Generation
+    from .training import Trainer, tokenize
 
-def __getattr__(name):
+
+def __getattr__(name: str) -> Any:
     # Imported when they are used: the engine needs nanobind-backend, the callback transformers.
     if name in ("Engine", "Generation"):
         from . import engine

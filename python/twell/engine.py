@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
 
 from . import _engine
 
@@ -51,7 +53,7 @@ class Generation:
 
 
 # Types of the options of a request.
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
     "max_tokens": numbers.Integral,
     "temperature": numbers.Real,
     "top_k": numbers.Integral,
@@ -70,7 +72,7 @@ _OPTIONS = {
 }
 
 
-def _check_options(options: dict) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _OPTIONS:
             raise ValueError(f"there is no option {name}; the options are {', '.join(_OPTIONS)}")
@@ -98,7 +100,7 @@ class Engine:
 
     def __init__(
         self,
-        checkpoint: str,
+        checkpoint: str | os.PathLike[str],
         device: str = "auto",
         threads: int = 0,
         slots: int = 16,
@@ -106,7 +108,7 @@ class Engine:
         ffn: str = "auto",
         cache_8bit: bool = False,
         speculate: int = 0,
-    ):
+    ) -> None:
         self._checkpoint = str(checkpoint)
         self._loaded = _engine.load(
             self._checkpoint, device, threads, slots, context, ffn, cache_8bit, speculate
@@ -131,7 +133,7 @@ class Engine:
         return self._loaded.slots
 
     @property
-    def config(self) -> dict:
+    def config(self) -> dict[str, Any]:
         """As in config.json."""
         return json.loads(self._loaded.config_json())
 
@@ -152,14 +154,26 @@ class Engine:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self._loaded.decode(list(tokens))
 
-    def stream(self, prompt: str | Sequence[int], **options) -> Iterator[Piece]:
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Piece]:
         """The text that follows one prompt, piece by piece as it is computed. Options are those of
         `generate`. Closing the iterator cancels the request."""
         _check_options(options)
         return self._pieces(self._submit(prompt, **options))
 
+    @overload
     def generate(
-        self, prompts: str | Sequence, *, logprobs: int | None = None, **options
+        self, prompts: str | Sequence[int], *, logprobs: int | None = None, **options: Any
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        logprobs: int | None = None,
+        **options: Any,
+    ) -> list[Generation]: ...
+    def generate(
+        self, prompts: Any, *, logprobs: int | None = None, **options: Any
     ) -> Generation | list[Generation]:
         """The texts that follow one prompt or a list of prompts, which are computed together. A
         prompt is a text, or a list (tensor, array) of token ids.
@@ -192,7 +206,7 @@ class Engine:
         return results[0] if alone else results
 
     def generate_each(
-        self, prompts: Sequence[str | Sequence[int]], options: Sequence[dict]
+        self, prompts: Sequence[str | Sequence[int]], options: Sequence[Mapping[str, Any]]
     ) -> list[Generation]:
         """As `generate`, with a dict of options for each prompt."""
         requests = []
@@ -205,8 +219,19 @@ class Engine:
             for request in requests:  # no effect on those that have ended
                 request.cancel()
 
+    @overload
     def chat(
-        self, messages: Sequence[dict], stream: bool = False, **options
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> Generation: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], stream: Literal[True], **options: Any
+    ) -> Iterator[Piece]: ...
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], stream: bool = False, **options: Any
     ) -> Generation | Iterator[Piece]:
         """The answer to a conversation, [{"role": "user", "content": "..."}, ...], rendered with
         the checkpoint's chat template. stream: an iterator of pieces instead. Options are those of
@@ -238,12 +263,12 @@ class Engine:
             self._submit(tokens, max_tokens=0, prompt_logprobs=top)
         )
 
-    def logits(self, tokens: Sequence[int]):
+    def logits(self, tokens: Sequence[int]) -> Any:
         """float32 [n, V] on the CPU, through DLPack (torch.from_dlpack, numpy.from_dlpack): the
         logits after each of the tokens."""
         return self._loaded.logits(list(tokens))
 
-    def weights(self) -> dict:
+    def weights(self) -> dict[str, Any]:
         """The parameters of a model on the CPU by name, through DLPack: views of the engine's
         memory in the checkpoint's dtype, read-only."""
         return self._loaded.weights()
@@ -252,7 +277,7 @@ class Engine:
         """Active feed-forward neurons per token, a mean for each layer, as last counted."""
         return self._loaded.active_neurons()
 
-    def _tokens(self, prompt, begin_token):
+    def _tokens(self, prompt: Any, begin_token: bool) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt, begin_token)
         tokens = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a tensor or an array
@@ -262,7 +287,7 @@ class Engine:
             raise TypeError(f"a prompt is a text or a list of token ids, got {prompt!r:.80}")
         return [int(token) for token in tokens]
 
-    def _split(self, context, continuation):
+    def _split(self, context: Any, continuation: Any) -> tuple[list[int], list[int]]:
         if not isinstance(context, str):
             return list(context), list(continuation)
         spaces = len(context) - len(context.rstrip())
@@ -274,7 +299,9 @@ class Engine:
             whole = before + whole
         return whole[: len(before)], whole[len(before) :]
 
-    def _score(self, context, continuation):
+    def _score(
+        self, context: list[int], continuation: list[int]
+    ) -> tuple[tuple[list[int], list[int]], Any]:
         if not context or not continuation:
             raise ValueError("a context and a continuation have at least one token each")
         tokens = context + continuation
@@ -282,7 +309,7 @@ class Engine:
 
     def _submit(
         self,
-        prompt,
+        prompt: Any,
         max_tokens: int = 256,
         temperature: float = 1.0,
         top_k: int = 0,
@@ -298,9 +325,9 @@ class Engine:
         prompt_logprobs: int | None = None,
         begin_token: bool = True,
         chat: bool = False,
-        json_schema: dict | str | None = None,
+        json_schema: dict[str, Any] | str | None = None,
         grammar: str | None = None,
-    ):
+    ) -> Any:
         if isinstance(json_schema, dict):
             json_schema = json.dumps(json_schema)
         stops = [stop] if isinstance(stop, str) else list(stop)
@@ -312,7 +339,7 @@ class Engine:
         )
 
     @staticmethod
-    def _events(request):
+    def _events(request: Any) -> Iterator[Any]:
         while (event := request.next()) is not None:
             if event[4] == "failed":
                 raise RuntimeError("the engine failed while it computed another request")
@@ -320,7 +347,7 @@ class Engine:
                 raise ValueError("no token of the vocabulary continues the text by its grammar")
             yield event
 
-    def _pieces(self, request):
+    def _pieces(self, request: Any) -> Iterator[Piece]:
         try:
             for text, token, log_probs, _, stop, *_ in self._events(request):
                 yield Piece(text, token if token >= 0 else None,
@@ -328,7 +355,7 @@ class Engine:
         finally:
             request.cancel()
 
-    def _collect(self, request) -> Generation:
+    def _collect(self, request: Any) -> Generation:
         result = Generation("", [], [], "", 0, 0.0, 0.0)
         for text, token, log_probs, _, stop, prompt_tokens, prefill, decode in self._events(request):
             result.text += text
@@ -341,7 +368,7 @@ class Engine:
             result.prefill_seconds, result.decode_seconds = prefill, decode
         return result
 
-    def _prompt_log_probs(self, request) -> list[LogProbs]:
+    def _prompt_log_probs(self, request: Any) -> list[LogProbs]:
         found = []
         for event in self._events(request):
             found += [LogProbs(*one) for one in event[3]]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from . import ops
 from .plan import Plan
 
 logger = logging.getLogger("twell")
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 _PLAIN_NAMES = (("up_proj", "down_proj"), ("fc1", "fc2"), ("w_in", "w_out"))
 _ACTIVATION_NAMES = ("act_fn", "act", "activation_fn", "activation")
@@ -322,11 +325,11 @@ class _Updates:
 
 
 def patch(
-    model: nn.Module,
+    model: _Model,
     policy: str = "auto",
     automatic: bool = True,
     by_neuron: bool = True,
-) -> nn.Module:
+) -> _Model:
     """Makes the ReLU feed-forward layers of `model` run on active neurons only, in place, and
     returns it. Results are the same but for the order of additions.
 
@@ -370,7 +373,7 @@ def patch(
     return model
 
 
-def unpatch(model: nn.Module) -> nn.Module:
+def unpatch(model: _Model) -> _Model:
     """Restores what `patch` changed and returns the model."""
     _require_module("unpatch", model)
     hook = model.__dict__.pop("_twell_updates", None)
@@ -396,7 +399,7 @@ class BlendedReLU(nn.Module):
         return smooth + self.share.to(x.dtype) * (torch.relu(x) - smooth)
 
 
-def relufy(model: nn.Module, share: float = 1.0) -> nn.Module:
+def relufy(model: _Model, share: float = 1.0) -> _Model:
     """Replaces the activations of all feed-forward layers by ReLU, in place, and returns the model.
     It then needs training, with an L1 term, to become good again, and sparse.
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from . import _engine
 
 
 def tokenize(
-    data: str | os.PathLike | Sequence[str | os.PathLike],
-    folder: str | os.PathLike,
-    tokenizer: str | os.PathLike | None = None,
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    folder: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str] | None = None,
     vocab_size: int = 4096,
     validation_fraction: float = 0.01,
     seed: int = 0,
@@ -39,7 +40,7 @@ def tokenize(
     )
 
 
-def _absolute(path: str | os.PathLike, name: str) -> str:
+def _absolute(path: str | os.PathLike[str], name: str) -> str:
     # An empty path would mean the current folder.
     text = os.fspath(path)
     if not text:
@@ -65,11 +66,11 @@ class Trainer:
     def __init__(
         self,
         *,
-        out: str | os.PathLike,
-        shards: str | os.PathLike | None = None,
+        out: str | os.PathLike[str],
+        shards: str | os.PathLike[str] | None = None,
         resume: bool = False,
-        **options,
-    ):
+        **options: Any,
+    ) -> None:
         given = {"out": _absolute(out, "out"), **options}
         if shards is not None:
             given["shards"] = _absolute(shards, "shards")
@@ -91,12 +92,12 @@ class Trainer:
     def steps_done(self) -> int:
         return self._run.steps_done
 
-    def step(self) -> dict:
+    def step(self) -> dict[str, Any]:
         """Trains one step and returns its metrics, as docs/formats.md lists them for
         metrics.jsonl: step, tokens, ce, l1, grad_norm, layers, ..."""
         return json.loads(self._run.step())
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         while self.steps_done < self.steps:
             yield self.step()
 
@@ -109,7 +110,7 @@ class Trainer:
         its path."""
         return self._run.save()
 
-    def run(self, on_step: Callable[[dict], bool | None] | None = None) -> str:
+    def run(self, on_step: Callable[[dict[str, Any]], bool | None] | None = None) -> str:
         """Trains to the end, with validation, metrics.jsonl and checkpoints. Returns the path of
         the last checkpoint.
 

@@ -68,6 +68,7 @@ Results on_device(const Operands& o, bool gradients, bool graph = false, bool ad
   const DeviceBuffer<std::byte> memory(
       CrossEntropyWorkspaceCuda::bytes_needed(workspace_tokens, vocab));
   const CrossEntropyWorkspaceCuda workspace(workspace_tokens, vocab, memory.data());
+  const auto two = upload(std::vector<float>{2.0f});
   CrossEntropyCuda problem{.tokens = tokens,
                            .width = width,
                            .vocab = vocab,
@@ -89,6 +90,9 @@ Results on_device(const Operands& o, bool gradients, bool graph = false, bool ad
     sum = upload(std::vector<CrossEntropySum>{{10.0, 100}});
     if (gradients) problem.d_weight = d_weight.data();
     problem.sum = sum.data();
+    // The same scale, a part of it in device memory.
+    problem.grad_scale = kGradScale / 2.0f;
+    problem.scale = two.data();
     replay_as_graph(stream, 1, [&] { cross_entropy_cuda(ctx, problem, workspace); });
   }
   return {download(losses), to_floats(download(d_x)), download(d_weight), download(sum)[0]};
