@@ -21,7 +21,7 @@ p { color: var(--soft); margin: 4px 0 12px; max-width: 75ch; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px;
   margin: 20px 0; }
 .cards div { background: var(--card); border-radius: 8px; padding: 10px 14px; }
-.cards b { display: block; font-size: 18px; white-space: nowrap; }
+.cards b { display: block; font-size: 18px; }
 .cards span { display: block; color: var(--soft); font-size: 13px; line-height: 1.3; }
 .bad { color: #d1242f; }
 svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; }
@@ -45,7 +45,6 @@ td.text { font-family: ui-monospace, monospace; white-space: pre; }
 .pair { display: flex; flex-wrap: wrap; gap: 48px; }
 @media (max-width: 760px) {
   body { padding: 16px; }
-  .cards b { white-space: normal; }
   svg { font-size: 20px; }
   .more { display: none; }
   th, td { padding: 3px 8px; white-space: normal; }
