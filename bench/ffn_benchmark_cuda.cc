@@ -9,6 +9,7 @@
 
 #include "bench/harness_cuda.h"
 #include "twell/base/rng.h"
+#include "twell/format/byte_matrix_cuda.h"
 #include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/ffn/row_fused/row_fused_cuda.h"
 #include "twell/ops/ffn/tile_union/tile_union_cuda.h"
@@ -163,6 +164,76 @@ std::vector<FfnCudaRow> rows_8bit(CudaContext& ctx, const FfnBenchmark& o,
   return rows;
 }
 
+// --- Tile-union in fp8 --------------------------------------------------------------------------
+
+// Rows of a matrix in e4m3.
+struct ByteRows {
+  // Enqueues the quantisation of `from`.
+  ByteRows(CudaContext& ctx, const __nv_bfloat16* from, int64_t rows_in, int64_t cols_in)
+      : rows(rows_in), cols(cols_in), values(rows * cols), scales(rows) {
+    quantise(ctx, from);
+  }
+  void quantise(CudaContext& ctx, const __nv_bfloat16* from) const {
+    TWELL_CUDA_CHECK(launch_quantise_rows(
+        {.rows = rows, .cols = cols, .x = from, .values = values.data(), .scales = scales.data()},
+        ctx.stream()));
+  }
+  ByteRowsCuda view() const { return {values.data(), scales.data()}; }
+
+  int64_t rows, cols;
+  DeviceBuffer<uint8_t> values;
+  DeviceBuffer<float> scales;
+};
+
+// The operands of a layer in e4m3; w_down as a checkpoint has it, [D, F], and widened.
+class ByteLayer {
+ public:
+  ByteLayer(CudaContext& ctx, const DeviceLayer& layer, int64_t tokens, const FfnBenchmark& o)
+      : x_(ctx, layer.x.data(), tokens, o.width),
+        gate_(ctx, o.gated ? layer.w_gate.data() : layer.w_up.data(), o.ffn, o.width),
+        up_(ctx, layer.w_up.data(), o.ffn, o.width),
+        wide_(o.ffn * o.width),
+        down_(ctx, transposed(ctx, layer, o), o.width, o.ffn) {}
+
+  // What a call does before its products.
+  void prepare_gate(CudaContext& ctx, const __nv_bfloat16* x) const { x_.quantise(ctx, x); }
+  void prepare_down(CudaContext& ctx) const {
+    TWELL_CUDA_CHECK(launch_widen_rows({.rows = down_.rows,
+                                        .cols = down_.cols,
+                                        .x = {down_.values.data(), nullptr},
+                                        .transposed = true,
+                                        .out = wide_.data()},
+                                       ctx.stream()));
+  }
+  GateGemmCuda gate(GateGemmCuda problem) const {
+    problem.x_bytes = x_.view();
+    problem.w_gate_bytes = gate_.view();
+    return problem;
+  }
+  SparseUpDownCuda up_down(SparseUpDownCuda problem) const {
+    if (problem.w_up != nullptr) {
+      problem.x_bytes = x_.view();
+      problem.w_up_bytes = up_.view();
+    }
+    problem.w_down = wide_.data();
+    problem.y_scales = down_.scales.data();
+    return problem;
+  }
+
+ private:
+  // In wide_, which holds w_down itself later.
+  const __nv_bfloat16* transposed(CudaContext& ctx, const DeviceLayer& layer,
+                                  const FfnBenchmark& o) const {
+    TWELL_CUDA_CHECK(
+        launch_transpose(layer.w_down.data(), o.ffn, o.width, wide_.data(), ctx.stream()));
+    return wide_.data();
+  }
+
+  ByteRows x_, gate_, up_;
+  Values wide_;
+  ByteRows down_;
+};
+
 // --- The measurements ---------------------------------------------------------------------------
 
 // For many tokens: the gate GEMM runs on random operands, the rest of the layer on the pattern.
@@ -236,6 +307,27 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
   if (o.gated) followed_gate.progress = unions.progress(tokens);
   SparseUpDownCuda following = up_down;
   following.follows_gate = o.gated;
+  std::optional<ByteLayer> bytes;
+  GateGemmCuda byte_gate, byte_followed_gate;
+  SparseUpDownCuda byte_up_down, byte_following;
+  if (o.width % 16 == 0 && o.ffn % 16 == 0) {
+    bytes.emplace(ctx, layer, tokens, o);
+    byte_gate = bytes->gate(gate_gemm);
+    byte_followed_gate = bytes->gate(followed_gate);
+    byte_up_down = bytes->up_down(up_down);
+    byte_following = bytes->up_down(following);
+    FfnCudaRow& row = rows.emplace_back(row_of(pattern, FfnExecution::kTileUnion));
+    row.eight_bit = Dense8Bit::kFp8;
+    row.arithmetic = "e4m3 x e4m3, f32 sums; h and w_down in bf16";
+    TWELL_CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), ctx.stream()));
+    bytes->prepare_down(ctx);
+    tile_union_up_down_cuda(ctx, byte_up_down, unions);
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+    row.error = relative_difference(y, dense_y);
+    // Products of two operands that are each rounded to four significant bits.
+    TWELL_CHECK(row.error < 0.1, "{}: {} differs by {} from dense", row.pattern, row.name(),
+                row.error);
+  }
   const std::vector<Layer8Bit> eight_bit =
       layers_8bit(ctx, o, tokens, {&weights, 1}, x, y, result.left_out);
   for (FfnCudaRow& row : rows_8bit(ctx, o, pattern, eight_bit)) rows.push_back(std::move(row));
@@ -258,6 +350,22 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
                                  gate_gemm_ring_cuda(ctx, gate_gemm);
                                  portable();
                                }};
+  if (bytes) {
+    gates.push_back([&] {
+      bytes->prepare_gate(ctx, x);
+      gate_gemm_cuda(ctx, byte_gate);
+    });
+    rests.push_back([&] {
+      bytes->prepare_down(ctx);
+      tile_union_up_down_cuda(ctx, byte_up_down, unions);
+    });
+    layers.push_back([&] {
+      bytes->prepare_gate(ctx, x);
+      bytes->prepare_down(ctx);
+      gate_gemm_cuda(ctx, byte_followed_gate);
+      tile_union_up_down_cuda(ctx, byte_following, unions);
+    });
+  }
   for (const Layer8Bit& l : eight_bit) {
     gates.push_back([&, &l = l] { l.layer->gate(ctx, l.weights[0], x); });
     rests.push_back([&, &l = l] { l.layer->up_down(ctx, l.weights[0], y.data()); });

@@ -12,7 +12,8 @@
 // quantised before, x and h within the time. The error of these rows is that of a layer as active
 // on normal x and weights, and of at most 256 tokens: the operands timed have a few columns much
 // larger than the others, which make neurons fire as wanted and would take up most of the steps of
-// int8.
+// int8. For more tokens tile-union is timed in fp8 too, as the engine runs it: x is quantised and
+// w_down widened within the time.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,7 @@ namespace twell {
 struct FfnCudaRow {
   std::string pattern;
   FfnExecution execution = FfnExecution::kDense;
-  std::optional<Dense8Bit> eight_bit;  // of a dense execution
+  std::optional<Dense8Bit> eight_bit;  // of a dense execution, or of tile-union, in fp8 alone
   std::string arithmetic;              // of an 8-bit one
   bool chosen = false;                 // whether auto runs this execution
   std::string reason;                  // why auto chose it
@@ -44,7 +45,10 @@ struct FfnCudaRow {
   double speedup = 1.0;                // dense median / this median
   double millijoules_per_token = 0.0;  // 0: not measured
 
-  std::string_view name() const { return eight_bit ? dense_8bit_name(*eight_bit) : execution.name; }
+  std::string_view name() const {
+    if (!eight_bit) return execution.name;
+    return execution.sparse ? "tile-union-fp8" : dense_8bit_name(*eight_bit);
+  }
 };
 
 struct FfnCudaBenchmark {

@@ -30,6 +30,7 @@ TEST(FfnBenchmarkCudaTest, TimesEightBitsBesideTheOthers) {
       EXPECT_EQ(result.left_out, std::vector<std::string>());
       const auto& rows = result.rows;
       ASSERT_GE(rows.size(), 4u);
+      EXPECT_EQ(std::ranges::count(rows, "tile-union-fp8", &FfnCudaRow::name), tokens > 2048);
       EXPECT_EQ(rows[0].name(), "dense");
       EXPECT_EQ(rows[rows.size() - 2].name(), "dense-fp8");
       EXPECT_EQ(rows[rows.size() - 1].name(), "dense-int8");
@@ -42,6 +43,7 @@ TEST(FfnBenchmarkCudaTest, TimesEightBitsBesideTheOthers) {
         EXPECT_EQ(row.arithmetic.empty(), !row.eight_bit);
         if (!row.eight_bit) continue;
         EXPECT_FALSE(row.chosen);
+        EXPECT_EQ(row.execution.sparse, row.name() == "tile-union-fp8");
         EXPECT_GT(row.error, 1e-3) << row.name();
         // Six roundings to four significant bits, each off by 2^-4 / sqrt(3) at most in the norm,
         // those of g magnified because only its upper tail is positive.
