@@ -117,7 +117,9 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
         first_tokens(common, arguments.text, std::ranges::max(bench.batches) * bench.load.prompt);
     bench.load.prompts = bench.prompts;
   }
-  TWELL_REQUIRE(!bench.subject.weights || use_cuda(common), "--weights {} needs a GPU",
+  TWELL_REQUIRE(use_cuda(common) || !bench.subject.weights ||
+                    (bench.subject.weights == ByteType::kInt8 && bench.subject.preset.empty()),
+                "--weights {} needs a GPU; --weights int8 runs on the CPU, with --checkpoint",
                 common.weights);
   return use_cuda(common) ? run_bench_decode_cuda(bench) : run_on_cpu(common, bench);
 }

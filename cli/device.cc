@@ -104,7 +104,9 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
 #else
   use_cuda(common);  // throws for "cuda"
 #endif
-  TWELL_REQUIRE(!load.weights, "--weights {} needs a GPU", common.weights);
+  TWELL_REQUIRE(load.weights != ByteType::kE4M3, "--weights fp8 needs a GPU");
+  TWELL_REQUIRE(!load.weights || host_model == nullptr,
+                "--weights {} needs a checkpoint that was not loaded already", common.weights);
   require_host_memory(common.checkpoint, load_config(common.checkpoint), plan);
   if (host_model != nullptr) {
     return std::make_unique<EngineCpu>(std::move(host_model), common.threads);

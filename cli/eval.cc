@@ -75,6 +75,8 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
   const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
   const double nnz = result.mean_active();
   if (arguments.json) {
+    std::vector<double> by_layer;
+    for (const LayerHistogram& layer : result.layers) by_layer.push_back(layer.mean());
     const nlohmann::json line = {{"checkpoint", common.checkpoint.string()},
                                  {"device", engine->device()},
                                  {"tokens", result.tokens},
@@ -83,6 +85,7 @@ int run_eval(const CommonOptions& common, EvalArguments& arguments) {
                                  {"perplexity", result.perplexity()},
                                  {"bits_per_byte", result.bits_per_byte(bytes)},
                                  {"nnz_per_token_and_layer", nnz},
+                                 {"nnz_per_token", by_layer},
                                  {"seconds", seconds}};
     fmt::print("{}\n", json_text(line));
     return kExitOk;

@@ -26,12 +26,14 @@
 #include "twell/chat_template/chat_template.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/checkpoint/config_json.h"
+#include "twell/checkpoint/quantization.h"
 #include "twell/grammar/grammar.h"
 #include "twell/infer/engine.h"
 #include "twell/infer/generate.h"
 #include "twell/infer/prompt_draft.h"
 #include "twell/train/run_folder.h"
 #ifdef TWELL_HAVE_CUDA
+#include "twell/checkpoint/load_model_cuda.h"
 #include "twell/infer/engine_cuda.h"
 #endif
 
@@ -123,6 +125,7 @@ struct EngineArguments {
   int64_t slots = 16, context = 0;
   bool cache_8bit = false;
   int64_t speculate = 0;
+  std::string weights = "stored";
 };
 
 // A model that is loaded, and the scheduler of its requests.
@@ -155,21 +158,23 @@ class LoadedEngine {
         .draft_tokens = std::min(arguments.speculate * arguments.slots,
                                  std::max(arguments.speculate, kMostDraft)),
         .cache = {.eight_bits = arguments.cache_8bit}};
+    LoadOptions load;
+    if (arguments.weights != "stored") load.weights = parse_byte_type(arguments.weights);
 #ifdef TWELL_HAVE_CUDA
     if (device_ >= 0) {
       select_device();
       const EnginePlan plan{.session = options, .scorer = std::nullopt};
-      const std::string why = EngineCuda::cannot_run(config_, plan);
+      const std::string why = EngineCuda::cannot_run(config_, plan, loads_in_bytes(folder_, load));
       TWELL_REQUIRE(why.empty() || arguments.device == "auto", "device '{}': {}", arguments.device,
                     why);
       if (why.empty()) {
-        engine_ = std::make_unique<EngineCuda>(folder_, plan);
+        engine_ = std::make_unique<EngineCuda>(folder_, plan, load);
       } else {
         device_ = -1;
       }
     }
 #endif
-    if (engine_ == nullptr) engine_ = std::make_unique<EngineCpu>(folder_, arguments.threads);
+    if (engine_ == nullptr) engine_ = std::make_unique<EngineCpu>(folder_, arguments.threads, load);
     policy_ = options.ffn;
     session_ = engine_->session(options);
     scheduler_ = std::make_unique<Scheduler>(*session_, tokenizer_,
@@ -325,6 +330,8 @@ nb::dict weights_of(nb::handle self) {
   nb::dict views;
   for (size_t i = 0; i < table.size(); ++i) {
     const WeightMatrix& weight = model->parameters[i];
+    TWELL_REQUIRE(weight.dtype != DType::kI8, "weights in 8 bits cannot be viewed: {}",
+                  table[i].name);
     nb::dlpack::dtype dtype = nb::dtype<float>();
     if (weight.dtype == DType::kF16) dtype.bits = 16;
     if (weight.dtype == DType::kBF16) {
@@ -447,17 +454,18 @@ NB_MODULE(_engine, m) {
         return found;
       });
   bind_training(m);
-  m.def("load",
-        [](const std::string& checkpoint, const std::string& device, int threads, int64_t slots,
-           int64_t context, const std::string& ffn, bool cache_8bit, int64_t speculate) {
-          const nb::gil_scoped_release release;
-          return std::make_shared<LoadedEngine>(EngineArguments{.checkpoint = checkpoint,
-                                                                .device = device,
-                                                                .ffn = ffn,
-                                                                .threads = threads,
-                                                                .slots = slots,
-                                                                .context = context,
-                                                                .cache_8bit = cache_8bit,
-                                                                .speculate = speculate});
-        });
+  m.def("load", [](const std::string& checkpoint, const std::string& device, int threads,
+                   int64_t slots, int64_t context, const std::string& ffn, bool cache_8bit,
+                   int64_t speculate, const std::string& weights) {
+    const nb::gil_scoped_release release;
+    return std::make_shared<LoadedEngine>(EngineArguments{.checkpoint = checkpoint,
+                                                          .device = device,
+                                                          .ffn = ffn,
+                                                          .threads = threads,
+                                                          .slots = slots,
+                                                          .context = context,
+                                                          .cache_8bit = cache_8bit,
+                                                          .speculate = speculate,
+                                                          .weights = weights});
+  });
 }

@@ -117,6 +117,19 @@ def test_logits_and_weights_through_dlpack(engine, reference):
         assert torch.equal(torch.from_dlpack(view), parameters[name])
 
 
+def test_weights_in_8_bits(checkpoint, engine):
+    eight = twell.Engine(checkpoint, device="cpu", threads=1, context=48, weights="int8")
+    ids = engine.encode("the cat sat on the mat")
+    want, got = (torch.from_dlpack(e.logits(ids)) for e in (engine, eight))
+    assert 0 < (got - want).norm() / want.norm() < 0.05
+    with pytest.raises(ValueError, match="weights in 8 bits cannot be viewed"):
+        eight.weights()
+    with pytest.raises(ValueError, match="fp8 weights need a GPU"):
+        twell.Engine(checkpoint, device="cpu", weights="fp8")
+    with pytest.raises(ValueError, match="unknown type of weights 'int4'"):
+        twell.Engine(checkpoint, device="cpu", weights="int4")
+
+
 def test_chat(engine):
     messages = [{"role": "user", "content": "one and two"}]
     answer = engine.chat(messages, max_tokens=5, temperature=0)

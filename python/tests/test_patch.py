@@ -378,6 +378,16 @@ def test_replaced_projections_run_as_they_are(caplog):
     assert "model.layers.0.mlp stays dense: its forward was replaced" in caplog.text
     assert "model.layers.1.mlp stays dense: its projections compute" in caplog.text
 
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        caplog.clear()
+        eight = model()
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            linear = getattr(eight.model.layers[1].mlp, projection)
+            linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
+        twell.patch(eight)
+        assert f"model.layers.1.mlp stays dense: its weights are in 8 bits ({dtype})" in caplog.text
+        assert len(twell.stats(eight)) == 1
+
 
 def test_one_weight_alone_is_trained():
     ids = tokens()

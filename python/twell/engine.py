@@ -96,6 +96,8 @@ class Engine:
         faster where texts repeat their prompt or themselves, the same texts but for ties.
     cache_8bit: keep keys and values in 8 bits, less exact: about half of a GPU's memory for them, a
         quarter of the CPU's.
+    weights: the layers' projections: "stored", as the checkpoint has them, "fp8" (on a Hopper GPU) or
+        "int8" (on the CPU), rounded when they are loaded, less exact.
     """
 
     def __init__(
@@ -108,10 +110,11 @@ class Engine:
         ffn: str = "auto",
         cache_8bit: bool = False,
         speculate: int = 0,
+        weights: str = "stored",
     ) -> None:
         self._checkpoint = str(checkpoint)
         self._loaded = _engine.load(
-            self._checkpoint, device, threads, slots, context, ffn, cache_8bit, speculate
+            self._checkpoint, device, threads, slots, context, ffn, cache_8bit, speculate, weights
         )
 
     def __repr__(self) -> str:

@@ -35,7 +35,7 @@ class TwellLM(TemplateLM):
     checkpoint: folder of a checkpoint or of a training run.
     batch_size: requests that are computed at once.
     max_gen_toks: most new tokens where a task does not say.
-    context, ffn, threads: as for `twell.Engine`.
+    context, ffn, threads, weights: as for `twell.Engine`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class TwellLM(TemplateLM):
         ffn: str = "auto",
         threads: int = 0,
         pretrained: str | None = None,
+        weights: str = "stored",
     ):
         super().__init__()
         checkpoint = _checkpoint(checkpoint, pretrained)
@@ -57,7 +58,13 @@ class TwellLM(TemplateLM):
             device = "auto"
         slots = int(batch_size) if str(batch_size).isdigit() else max_batch_size or 16
         self.engine = Engine(
-            checkpoint, device, threads=threads, slots=slots, context=context, ffn=ffn
+            checkpoint,
+            device,
+            threads=threads,
+            slots=slots,
+            context=context,
+            ffn=ffn,
+            weights=weights,
         )
         self.max_length = self.engine.context
         self.max_gen_toks = int(max_gen_toks)

@@ -197,6 +197,10 @@ def _why_dense(module: nn.Module, names) -> str:
         return f"its activation {kind} leaves no zeros to skip (twell.relufy replaces it)"
     if any(p is not None and p.bias is not None for p in (gate, up, down)):
         return "its projections have biases"
+    for p in (gate, up, down):
+        weight = getattr(p, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.element_size() == 1:
+            return f"its weights are in 8 bits ({weight.dtype}), which twell.Engine takes"
     if not all(p is None or _is_linear(p) for p in (gate, up, down)):
         return "its projections compute something else than nn.Linear"
     neurons, width = up.weight.shape

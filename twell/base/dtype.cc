@@ -3,10 +3,10 @@
 
 namespace twell {
 
-size_t dtype_size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+size_t dtype_size(DType dtype) { return dtype == DType::kF32 ? 4 : dtype == DType::kI8 ? 1 : 2; }
 
 std::string_view dtype_name(DType dtype) {
-  constexpr std::string_view kNames[] = {"F32", "F16", "BF16"};
+  constexpr std::string_view kNames[] = {"F32", "F16", "BF16", "I8"};
   return kNames[static_cast<size_t>(dtype)];
 }
 

@@ -10,10 +10,12 @@
 
 namespace twell {
 
-enum class DType { kF32, kF16, kBF16 };
+// kI8: signed bytes that have scales elsewhere; of weights in memory alone
+// (format/weight_matrix.h).
+enum class DType { kF32, kF16, kBF16, kI8 };
 
 size_t dtype_size(DType dtype);
-// Safetensors spelling: "F32", "F16", "BF16".
+// Safetensors spelling: "F32", "F16", "BF16", "I8".
 std::string_view dtype_name(DType dtype);
 
 // bfloat16 storage: the upper half of an IEEE float32.

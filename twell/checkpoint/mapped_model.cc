@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "twell/base/buffer.h"
+#include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/quantization.h"
 #include "twell/checkpoint/tensor_convert.h"
 
 namespace twell {
@@ -26,14 +28,18 @@ bool aligned(const TensorInfo& info) {
 class MappedModel : public ModelView {
  public:
   MappedModel(Context& ctx, OpenCheckpoint opened, const LoadOptions& options)
-      : opened_(std::move(opened)) {
+      : opened_(std::move(opened)), quantises_(quantises(opened_, options)) {
     reserve();
     std::unordered_map<const TensorInfo*, TensorPlace> places;
     std::vector<WeightMatrix> views;
     for (const ParamSpec& spec : opened_.table) {
       const TensorInfo& info = *opened_.tensors.find(spec.name);
-      views.push_back(opened_.in_bytes(spec) ? place_bytes(spec)
-                                             : place(spec, info, places[&info]));
+      if (in_int8(spec)) {
+        views.push_back(place_int8(spec, info));
+      } else {
+        views.push_back(opened_.in_bytes(spec) ? place_bytes(spec)
+                                               : place(spec, info, places[&info]));
+      }
     }
     const auto place_of = [&](const TensorInfo& info) {
       const auto found = places.find(&info);
@@ -44,6 +50,10 @@ class MappedModel : public ModelView {
     }
     for (size_t i = 0; i < views.size(); ++i) {
       const ParamSpec& spec = opened_.table[i];
+      if (in_int8(spec)) {
+        opened_.bytes ? copy_int8(spec, views[i]) : quantise(ctx, spec, views[i]);
+        continue;
+      }
       if (!opened_.in_bytes(spec)) continue;
       // What views point to is this object's.
       auto* const to = const_cast<float*>(reinterpret_cast<const float*>(views[i].data));
@@ -53,6 +63,74 @@ class MappedModel : public ModelView {
   }
 
  private:
+  // Whether floats become int8.
+  static bool quantises(const OpenCheckpoint& opened, const LoadOptions& options) {
+    if (!options.weights) return false;
+    TWELL_REQUIRE(*options.weights == ByteType::kInt8, "fp8 weights need a GPU");
+    TWELL_REQUIRE(!opened.bytes || *opened.bytes == ByteType::kInt8,
+                  "{}: the weights are in {} already; they do not become int8",
+                  opened.tensors.source(), byte_option_name(*opened.bytes));
+    return !opened.bytes;
+  }
+  bool in_int8(const ParamSpec& spec) const {
+    return is_projection(spec) && (quantises_ || opened_.bytes == ByteType::kInt8);
+  }
+  static int64_t outputs_of(const ParamSpec& spec) {
+    return spec.transposed ? spec.cols : spec.rows;
+  }
+  // Whether its bytes are read where the file has them.
+  bool stays(const ParamSpec& spec) const { return !quantises_ && !spec.transposed; }
+  WeightMatrix place_int8(const ParamSpec& spec, const TensorInfo& info) {
+    const std::byte* at = info.bytes.data();
+    if (!stays(spec)) {
+      at = copies_.data() + copies_used_;
+      copies_used_ += int8_bytes(spec);
+    }
+    WeightMatrix view(at, DType::kI8, spec.rows, spec.cols);
+    view.scales = scales_.data() + scales_used_;
+    scales_used_ += outputs_of(spec);
+    return view;
+  }
+  static int64_t int8_bytes(const ParamSpec& spec) {
+    constexpr auto kUnit = static_cast<int64_t>(kAlignment);
+    return (spec.size() + kUnit - 1) / kUnit * kUnit;
+  }
+  // Scales, and values that do not stay in the file. What views point to is this object's.
+  void copy_int8(const ParamSpec& spec, const WeightMatrix& to) const {
+    const StoredBytes bytes = stored_bytes(opened_, spec);
+    std::copy(bytes.scales.begin(), bytes.scales.end(), const_cast<float*>(to.scales));
+    if (stays(spec)) return;
+    auto* const out = const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(to.data));
+    for (int64_t input = 0; input < bytes.cols; ++input) {
+      for (int64_t output = 0; output < bytes.rows; ++output) {
+        out[input * bytes.rows + output] = bytes.values[output * bytes.cols + input];
+      }
+    }
+  }
+  // Rounded to bf16 first, as a conversion of the file does.
+  void quantise(Context& ctx, const ParamSpec& spec, const WeightMatrix& to) const {
+    const TensorInfo& info = *opened_.tensors.find(spec.name);
+    const int64_t outputs = outputs_of(spec), inputs = spec.size() / outputs;
+    auto* const out = const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(to.data));
+    constexpr int64_t kGrain = 64;  // outputs: a line of a transposed matrix
+    ctx.parallel_for(outputs, kGrain, [&](int64_t begin, int64_t end, int) {
+      std::vector<float> row(static_cast<size_t>(inputs));
+      std::vector<uint8_t> bytes(row.size());
+      for (int64_t output = begin; output < end; ++output) {
+        const auto row_bytes = static_cast<size_t>(inputs) * dtype_size(float_dtype(info.dtype));
+        TensorInfo one = info;
+        one.bytes = info.bytes.subspan(static_cast<size_t>(output) * row_bytes, row_bytes);
+        read_tensor(one, {.out = row.data(), .rows = 1, .cols = inputs}, 0, 1);
+        for (float& value : row) value = to_float(to_bf16(value));
+        const_cast<float*>(to.scales)[output] = quantise_row(ByteType::kInt8, row, bytes);
+        for (int64_t input = 0; input < inputs; ++input) {
+          out[spec.transposed ? input * outputs + output : output * inputs + input] =
+              bytes[static_cast<size_t>(input)];
+        }
+      }
+    });
+  }
+
   // Files may begin their tensors at any byte, so those that cannot be read in place are copied.
   static bool is_copied(const ParamSpec& spec, const TensorInfo& info) {
     return spec.transposed || !aligned(info);
@@ -66,7 +144,7 @@ class MappedModel : public ModelView {
     constexpr auto kUnit = static_cast<int64_t>(kAlignment);
     return (spec.size() * int64_t{sizeof(float)} + kUnit - 1) / kUnit * kUnit;
   }
-  // Weights in 8 bits are widened to f32.
+  // Weights in e4m3 are widened to f32.
   WeightMatrix place_bytes(const ParamSpec& spec) {
     const std::byte* const at = copies_.data() + copies_used_;
     copies_used_ += wide_bytes(spec);
@@ -74,10 +152,13 @@ class MappedModel : public ModelView {
   }
 
   void reserve() {
-    int64_t vectors = 0, copies = 0;
+    int64_t vectors = 0, copies = 0, scales = 0;
     for (const ParamSpec& spec : opened_.table) {
       const TensorInfo& info = *opened_.tensors.find(spec.name);
-      if (opened_.in_bytes(spec)) {
+      if (in_int8(spec)) {
+        copies += stays(spec) ? 0 : int8_bytes(spec);
+        scales += outputs_of(spec);
+      } else if (opened_.in_bytes(spec)) {
         copies += wide_bytes(spec);
       } else if (spec.is_vector) {
         vectors += spec.size();
@@ -87,6 +168,7 @@ class MappedModel : public ModelView {
     }
     vectors_ = Buffer<float>(vectors);
     copies_ = Buffer<std::byte>(copies);
+    scales_ = Buffer<float>(scales);
   }
 
   WeightMatrix place(const ParamSpec& spec, const TensorInfo& info, TensorPlace& place) {
@@ -108,10 +190,13 @@ class MappedModel : public ModelView {
   }
 
   OpenCheckpoint opened_;
+  const bool quantises_;
   Buffer<float> vectors_;  // norms and biases
   int64_t vectors_used_ = 0;
   Buffer<std::byte> copies_;  // down_proj, and tensors that are not aligned
   int64_t copies_used_ = 0;
+  Buffer<float> scales_;  // of projections in int8
+  int64_t scales_used_ = 0;
 };
 
 }  // namespace

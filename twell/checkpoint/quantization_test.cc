@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
@@ -13,6 +15,7 @@
 #include "twell/checkpoint/config_json.h"
 #include "twell/checkpoint/convert.h"
 #include "twell/checkpoint/mapped_model.h"
+#include "twell/model/forward.h"
 
 namespace twell {
 namespace {
@@ -164,9 +167,70 @@ TEST_F(QuantizedCheckpointTest, HoldsTheQuantisedWeights) {
       }
       if (!spec.is_vector) {
         std::vector<float> view(static_cast<size_t>(spec.size()));
-        widen(mapped->parameters[i].data, mapped->parameters[i].dtype, spec.size(), view.data());
+        const WeightMatrix& stored = mapped->parameters[i];
+        widen(stored.data, stored.dtype, spec.size(), view.data());
+        // int8 stays as it is, with its scales; e4m3 is widened.
+        EXPECT_EQ(stored.dtype == DType::kI8, is_projection(spec) && type == ByteType::kInt8);
+        for (int64_t at = 0; stored.scales != nullptr && at < spec.size(); ++at) {
+          const int64_t output = spec.transposed ? at % spec.cols : at / spec.cols;
+          view[static_cast<size_t>(at)] *= stored.scales[output];
+        }
         EXPECT_EQ(view, std::vector<float>(got.data, got.data + spec.size())) << spec.name;
       }
+    }
+  }
+}
+
+TEST_F(QuantizedCheckpointTest, QuantisingAtLoadGivesTheBitsOfAConvertedFile) {
+  const std::filesystem::path in = converted(ByteType::kInt8);
+  const auto file = map_model(ctx_, in);
+  const auto loaded = map_model(ctx_, folder_.path() / "original", {.weights = ByteType::kInt8});
+  const std::vector<ParamSpec> table = parameter_table(file->config);
+  for (size_t i = 0; i < table.size(); ++i) {
+    const WeightMatrix &want = file->parameters[i], &got = loaded->parameters[i];
+    ASSERT_EQ(got.dtype, want.dtype) << table[i].name;
+    if (got.dtype != DType::kI8) continue;
+    EXPECT_EQ(std::memcmp(got.data, want.data, static_cast<size_t>(table[i].size())), 0);
+    const int64_t outputs = table[i].transposed ? table[i].cols : table[i].rows;
+    EXPECT_EQ(std::vector<float>(got.scales, got.scales + outputs),
+              std::vector<float>(want.scales, want.scales + outputs));
+  }
+  EXPECT_THROW(map_model(ctx_, folder_.path() / "original", {.weights = ByteType::kE4M3}),
+               InputError);
+  EXPECT_THROW(map_model(ctx_, converted(ByteType::kE4M3), {.weights = ByteType::kInt8}),
+               InputError);
+}
+
+// The same model with its projections as floats of the same values is the oracle.
+TEST_F(QuantizedCheckpointTest, RunsInt8OnTheCpuDenseAndSparse) {
+  const std::filesystem::path in = converted(ByteType::kInt8);
+  const std::unique_ptr<Model> wide = load_model(ctx_, in);
+  const auto bytes = map_model(ctx_, in);
+  for (const int64_t tokens : {1, 7, 40}) {
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < tokens; ++i) {
+      ids.push_back(static_cast<int32_t>(i * 5 % wide->config.vocab_size));
+    }
+    const auto hidden = [&](const ModelView& model, FfnPolicy policy) {
+      ForwardState state(model.config, policy);
+      std::vector<float> out(static_cast<size_t>(tokens * model.config.width));
+      forward(ctx_, model, state,
+              {.ids = ids,
+               .sequences = {{{tokens, 0}}},
+               .hidden = MatrixF(out.data(), tokens, model.config.width)});
+      return out;
+    };
+    const auto want = hidden(*wide, FfnPolicy::kDense);
+    for (const FfnPolicy policy :
+         {FfnPolicy::kDense, FfnPolicy::kRowFused, FfnPolicy::kTileUnion}) {
+      const auto got = hidden(*bytes, policy);
+      double error = 0.0, size = 0.0;
+      for (size_t i = 0; i < want.size(); ++i) {
+        error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
+        size += double{want[i]} * want[i];
+      }
+      // A scale times a sum in place of a sum of scaled products: roundings of 2^-24.
+      EXPECT_LT(std::sqrt(error / size), 1e-5) << tokens << " " << ffn_policy_name(policy);
     }
   }
 }

@@ -37,6 +37,15 @@ HWY_INLINE hwy::HWY_NAMESPACE::Vec<D> load_weights(D d, const F16* values) {
   return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(values)));
 }
 
+template <class D>
+HWY_INLINE hwy::HWY_NAMESPACE::Vec<D> load_weights(D d, const I8* values) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::Rebind<int8_t, D> d8;
+  const hn::Rebind<int32_t, D> d32;
+  const auto bytes = hn::LoadU(d8, reinterpret_cast<const int8_t*>(values));
+  return hn::ConvertTo(d, hn::PromoteTo(d32, bytes));
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace twell
 HWY_AFTER_NAMESPACE();

@@ -3,6 +3,10 @@
 // widen the values to f32 where they use them, which is exact, and compute in f32. So a product
 // gives the same bits for every dtype that holds the same values, as long as it adds in the same
 // order.
+//
+// Or in signed bytes with a scale per output (format/byte_matrix.h): of a row where products are
+// with rows (x W^T), of a column where they are sums of rows (h W, w_down). A scale multiplies its
+// output's whole sum.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +22,17 @@ struct F16 {
   uint16_t bits = 0;
 };
 
+struct I8 {
+  int8_t value = 0;
+};
+
 struct WeightMatrix {
   const std::byte* data = nullptr;  // aligned to the dtype's size
   DType dtype = DType::kF32;
   int64_t rows = 0;
   int64_t cols = 0;
-  int64_t stride = 0;  // elements from one row to the next, at least cols
+  int64_t stride = 0;             // elements from one row to the next, at least cols
+  const float* scales = nullptr;  // of the outputs, with signed bytes
 
   WeightMatrix() = default;
   WeightMatrix(const void* data_in, DType dtype_in, int64_t rows_in, int64_t cols_in)
@@ -40,11 +49,11 @@ struct WeightMatrix {
   WeightMatrix(MatrixF matrix) : WeightMatrix(ConstMatrixF(matrix)) {}
 
   bool empty() const { return data == nullptr; }
-  int64_t value_bytes() const { return dtype == DType::kF32 ? 4 : 2; }
+  int64_t value_bytes() const { return dtype == DType::kF32 ? 4 : dtype == DType::kI8 ? 1 : 2; }
   const std::byte* at(int64_t row, int64_t col = 0) const {
     return data + (row * stride + col) * value_bytes();
   }
-  // Rows [begin, begin + count).
+  // Rows [begin, begin + count); not of signed bytes.
   WeightMatrix slice_rows(int64_t begin, int64_t count) const {
     WeightMatrix out = *this;
     out.data = at(begin);
@@ -55,10 +64,10 @@ struct WeightMatrix {
   ConstMatrixF f32() const { return {reinterpret_cast<const float*>(data), rows, cols, stride}; }
 };
 
-// out[i] = the i-th of `count` values of a dtype; Highway, dispatched at run time.
+// out[i] = the i-th of `count` values of a dtype, without scales; Highway, dispatched at run time.
 void widen(const std::byte* values, DType dtype, int64_t count, float* out);
 
-// Calls use(const T*) with T = float, BF16 or F16, the type of the values of a dtype.
+// Calls use(const T*) with T = float, BF16, F16 or I8, the type of the values of a dtype.
 template <typename Use>
 auto with_weight_type(DType dtype, const Use& use) {
   switch (dtype) {
@@ -66,6 +75,8 @@ auto with_weight_type(DType dtype, const Use& use) {
       return use(static_cast<const BF16*>(nullptr));
     case DType::kF16:
       return use(static_cast<const F16*>(nullptr));
+    case DType::kI8:
+      return use(static_cast<const I8*>(nullptr));
     default:
       return use(static_cast<const float*>(nullptr));
   }

@@ -33,6 +33,18 @@ TEST(WeightMatrix, WidensEveryValueExactly) {
   }
 }
 
+TEST(WeightMatrix, WidensSignedBytes) {
+  for (size_t count = 0; count <= 256; ++count) {  // tails of every length
+    std::vector<int8_t> bytes(count);
+    for (size_t i = 0; i < count; ++i) bytes[i] = static_cast<int8_t>(i - 128);
+    std::vector<float> out(count + 1, 5.0f);
+    widen(reinterpret_cast<const std::byte*>(bytes.data()), DType::kI8, static_cast<int64_t>(count),
+          out.data());
+    for (size_t i = 0; i < count; ++i) ASSERT_EQ(out[i], static_cast<float>(bytes[i]));
+    ASSERT_EQ(out.back(), 5.0f);
+  }
+}
+
 TEST(WeightMatrix, ViewsF32MatricesWithTheirStride) {
   float values[12];
   const MatrixF matrix(values, 2, 4, 6);

@@ -31,6 +31,7 @@ void widen_values(const T* values, int64_t count, float* out) {
 
 void widen_bf16(const BF16* values, int64_t count, float* out) { widen_values(values, count, out); }
 void widen_f16(const F16* values, int64_t count, float* out) { widen_values(values, count, out); }
+void widen_i8(const I8* values, int64_t count, float* out) { widen_values(values, count, out); }
 
 }  // namespace
 }  // namespace HWY_NAMESPACE
@@ -41,6 +42,7 @@ HWY_AFTER_NAMESPACE();
 namespace twell {
 HWY_EXPORT(widen_bf16);
 HWY_EXPORT(widen_f16);
+HWY_EXPORT(widen_i8);
 
 void widen(const std::byte* values, DType dtype, int64_t count, float* out) {
   switch (dtype) {
@@ -52,6 +54,9 @@ void widen(const std::byte* values, DType dtype, int64_t count, float* out) {
       return;
     case DType::kF16:
       HWY_DYNAMIC_DISPATCH(widen_f16)(reinterpret_cast<const F16*>(values), count, out);
+      return;
+    case DType::kI8:
+      HWY_DYNAMIC_DISPATCH(widen_i8)(reinterpret_cast<const I8*>(values), count, out);
       return;
   }
 }

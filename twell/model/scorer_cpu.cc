@@ -33,8 +33,14 @@ std::string ScorerCpu::weights_hash() {
   constexpr int64_t kPiece = 1 << 16;
   ContentHash hash;
   std::vector<float> values(kPiece);
-  for (const WeightMatrix& parameter : model_.parameters) {
+  const std::vector<ParamSpec> table = parameter_table(model_.config);
+  for (size_t i = 0; i < table.size(); ++i) {
+    const WeightMatrix& parameter = model_.parameters[i];
     const int64_t size = parameter.rows * parameter.cols;
+    if (parameter.scales != nullptr) {
+      const int64_t outputs = table[i].transposed ? parameter.cols : parameter.rows;
+      hash.add_bytes(std::as_bytes(std::span(parameter.scales, static_cast<size_t>(outputs))));
+    }
     for (int64_t begin = 0; begin < size; begin += kPiece) {
       const int64_t count = std::min(kPiece, size - begin);
       widen(parameter.at(0, begin), parameter.dtype, count, values.data());

@@ -54,6 +54,8 @@ cudaError_t with_type(const void* from, DType type, const Use& use) {
       return use(static_cast<const __half*>(from));
     case DType::kBF16:
       return use(static_cast<const __nv_bfloat16*>(from));
+    case DType::kI8:  // never in bf16 on a GPU
+      break;
   }
   return cudaErrorInvalidValue;
 }

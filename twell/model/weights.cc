@@ -23,7 +23,12 @@ Matrix<T> join(const Matrix<T>& a, const Matrix<T>& b, const Matrix<T>& c) {
 WeightMatrix join(const WeightMatrix& a, const WeightMatrix& b, const WeightMatrix& c) {
   if (a.dtype != b.dtype || b.dtype != c.dtype) return {};
   if (b.data != a.at(a.rows) || c.data != b.at(b.rows)) return {};
-  return {a.data, a.dtype, a.rows + b.rows + c.rows, a.cols};
+  WeightMatrix joined(a.data, a.dtype, a.rows + b.rows + c.rows, a.cols);
+  if (a.scales != nullptr) {
+    if (b.scales != a.scales + a.rows || c.scales != b.scales + b.rows) return {};
+    joined.scales = a.scales;
+  }
+  return joined;
 }
 
 // Calls use(spec, view) for every parameter in memory order, with the place of its view in `model`:

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix product C = op(A) op(B) + beta * C, row-major: through oneDNN, and through kernels of our
 // own for the few rows of a decoding step.
-//   op(A) [M, K] f32, op(B) [K, N] f32, bf16 or f16, C [M, N] f32; strides are honoured.
-// B is widened to f32, which is exact: in registers for few rows, block by block for many.
+//   op(A) [M, K] f32, op(B) [K, N] f32, bf16, f16 or signed bytes, C [M, N] f32; strides are
+//   honoured.
+// B is widened to f32, which is exact: in registers for few rows, block by block for many. The
+// scales of signed bytes multiply the columns of C, with beta 0 alone.
 // A linear layer with weight W [out, in] is y = x W^T: trans_b on W; its backward is
 // dx = dy W and dW += dy^T x.
 // Errors: Error when shapes disagree. Deterministic for a given shape and thread count.

@@ -262,6 +262,25 @@ void run_widened(Context& ctx, const Matmul& problem, int64_t k) {
   }
 }
 
+// Multiplies the columns of C by the scales of B.
+void scale_columns(Context& ctx, MatrixF c, const float* scales) {
+  constexpr int64_t kGrain = int64_t{1} << 14;  // values: some microseconds
+  ctx.parallel_for(c.rows, kGrain / c.cols + 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* const out = c.row(row);
+      for (int64_t col = 0; col < c.cols; ++col) out[col] *= scales[col];
+    }
+  });
+}
+
+void multiply(Context& ctx, const Matmul& problem, int64_t k) {
+  const auto& [a, b, c, trans_a, trans_b, beta] = problem;
+  if (c.rows <= kFewRows && !trans_a) {
+    return trans_b ? row_products(ctx, a, b, c, beta) : row_sums(ctx, a, b, c, beta);
+  }
+  b.dtype == DType::kF32 ? run_onednn(ctx, problem, k) : run_widened(ctx, problem, k);
+}
+
 }  // namespace
 
 void matmul(Context& ctx, const Matmul& problem) {
@@ -272,11 +291,12 @@ void matmul(Context& ctx, const Matmul& problem) {
               "matmul shapes disagree: a [{}, {}]{} b [{}, {}]{} c [{}, {}]", a.rows, a.cols,
               trans_a ? "^T" : "", b.rows, b.cols, trans_b ? "^T" : "", c.rows, c.cols);
   if (c.rows == 0 || c.cols == 0) return;
+  TWELL_CHECK(
+      (b.dtype == DType::kI8) == (b.scales != nullptr) && (b.scales == nullptr || beta == 0),
+      "weights in 8 bits need scales, and a product that is not added to, beta {}", beta);
   if (k == 0) return scale(c, beta);
-  if (c.rows <= kFewRows && !trans_a) {
-    return trans_b ? row_products(ctx, a, b, c, beta) : row_sums(ctx, a, b, c, beta);
-  }
-  b.dtype == DType::kF32 ? run_onednn(ctx, problem, k) : run_widened(ctx, problem, k);
+  multiply(ctx, problem, k);
+  if (b.scales != nullptr) scale_columns(ctx, c, b.scales);
 }
 
 void linear_forward(Context& ctx, ConstMatrixF x, const WeightMatrix& weight, MatrixF y) {

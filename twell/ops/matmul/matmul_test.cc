@@ -130,6 +130,51 @@ TEST(Matmul, StoredWeightsGiveTheProductOfTheirValues) {
   }
 }
 
+// Scales are powers of two, so that the same values in f32 round alike.
+TEST(Matmul, SignedBytesGiveTheProductOfTheirScaledValues) {
+  struct Shape {
+    int64_t m, n, k;
+  };
+  for (const auto& [m, n, k] : {Shape{1, 301, 260}, {3, 130, 67}, {16, 129, 40}, {17, 500, 2100}}) {
+    for (const bool trans_b : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << m << " x " << n << " x " << k << " trans " << trans_b);
+      std::vector<int8_t> bytes(static_cast<size_t>(n * k));
+      std::vector<float> scales(static_cast<size_t>(n));
+      for (size_t i = 0; i < scales.size(); ++i) {
+        scales[i] = std::ldexp(1.0f, static_cast<int>(i % 9) - 12);
+      }
+      auto b = TestMatrix(trans_b ? n : k, trans_b ? k : n);
+      for (size_t i = 0; i < bytes.size(); ++i) {
+        bytes[i] = static_cast<int8_t>(static_cast<int>(i * 7919 % 255) - 127);
+        const size_t cols = static_cast<size_t>(b.cols());
+        b.data()[i] = static_cast<float>(bytes[i]) * scales[trans_b ? i / cols : i % cols];
+      }
+      const auto a = TestMatrix::random(m, k, 1);
+      TestMatrix want(m, n, 5), got(m, n, 5);
+      WeightMatrix stored(bytes.data(), DType::kI8, b.rows(), b.cols());
+      stored.scales = scales.data();
+      Context ctx(3);
+      matmul(ctx, {a.view(), b.view(), want.view(), false, trans_b, 0.0f});
+      matmul(ctx, {a.view(), stored, got.view(), false, trans_b, 0.0f});
+      EXPECT_TRUE(got.gaps_untouched());
+      if (m <= 16) {
+        EXPECT_TRUE(got.same_bits(want));
+      }
+      for (int64_t r = 0; r < m; ++r) {
+        for (int64_t c = 0; c < n; ++c) {
+          // Sums of k products of up to 127 and about 1.
+          const float bound =
+              1e-6f * 127.0f * static_cast<float>(k) * scales[static_cast<size_t>(c)];
+          ASSERT_NEAR(got(r, c), want(r, c), bound);
+        }
+      }
+      EXPECT_THROW(matmul(ctx, {a.view(), stored, got.view(), false, trans_b, 1.0f}), Error);
+      stored.scales = nullptr;
+      EXPECT_THROW(matmul(ctx, {a.view(), stored, got.view(), false, trans_b, 0.0f}), Error);
+    }
+  }
+}
+
 TEST(Matmul, EmptyDimensions) {
   Context ctx(1);
   float unused = kNan;

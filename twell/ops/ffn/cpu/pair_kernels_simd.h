@@ -2,8 +2,8 @@
 // Inner loops over (token, neuron) pairs; Highway, dispatched at run time. Each output is summed in
 // one fixed order, however pairs are grouped into calls and tiles: a dot product adds the sums of
 // consecutive blocks of kColumnBlock elements, a sum of rows adds one row at a time. Rows of
-// weights are f32, bf16 or f16. `prefetch` is a row [d] of the same dtype that will be read next;
-// never null (any readable row will do).
+// weights are f32, bf16, f16, or signed bytes without their scales. `prefetch` is a row [d] of the
+// same dtype that will be read next; never null (any readable row will do).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Up and down on the active neurons of packed gates, on the CPU, with weights of f32, bf16 or f16:
+// Up and down on the active neurons of packed gates, on the CPU, with weights of any dtype of
+// format/weight_matrix.h:
 //   gated:      y[m] = sum over active n of  g[m, n] * <x[m], w_up[n]> * w_down[n]
 //   non-gated:  y[m] = sum over active n of  g[m, n] * w_down[n]
 // with g[m, n]^2 instead of g[m, n] if `squared`, and the ReLU of the dot product if `up_relu`, in

@@ -86,6 +86,14 @@ void multiply(const SparseUpDown& problem, const float* gate, int64_t n, float* 
   }
 }
 
+// Columns [first, first + d) of a row of y, a sum of rows of w_down, times their scales, if any.
+void scale_sums(const SparseUpDown& problem, int64_t row, int64_t first, int64_t d) {
+  const float* const scales = problem.w_down.scales;
+  if (scales == nullptr) return;
+  float* const y = problem.y.row(row);
+  for (int64_t i = first; i < first + d; ++i) y[i] *= scales[i];
+}
+
 // h[i] = gate of pair i * <x, w_up of its neuron>
 void up(const SparseUpDown& problem, const PairRange& range, const float* x, float* h) {
   const auto& [pairs, begin, end] = range;
@@ -107,6 +115,9 @@ void up(const SparseUpDown& problem, const PairRange& range, const float* x, flo
                 .d = d,
                 .prefetch = more ? problem.w_up.at(pairs.column[i], first + d)
                                  : problem.w_down.at(pairs.column[i])});
+    }
+    if (const float* const scales = problem.w_up.scales; scales != nullptr) {
+      for (int64_t j = 0; j < count; ++j) sums[j] *= scales[pairs.column[i + j]];
     }
     multiply(problem, pairs.value + i, count, sums);
   }
@@ -148,6 +159,7 @@ void run_tokens(const SparseUpDown& problem, const Csr& pairs, int64_t begin, in
       }
       down(problem, block, h, y, 0, d);
     }
+    scale_sums(problem, row, 0, d);
   }
 }
 
@@ -175,6 +187,7 @@ void run_pairs(Context& ctx, const SparseUpDown& problem, const Csr& pairs) {
       std::fill_n(problem.y.row(row) + first, last - first, 0.0f);
       const PairRange all{pairs, pairs.row_begin[row], pairs.row_begin[row + 1]};
       down(problem, all, h + all.begin, problem.y.row(row), first, last - first);
+      scale_sums(problem, row, first, last - first);
     }
   });
 }
@@ -273,7 +286,8 @@ struct Columns {
   int64_t d;
 };
 
-// Columns [first, first + d) of a weight row as f32: the row itself, or widened to `memory`. Then
+// Columns [first, first + d) of a weight row as f32, without scales: the row itself, or widened to
+// `memory`. Then
 // prefetches the same columns of the row that will be read next.
 const float* read_row(const WeightMatrix& weights, int64_t row, int64_t next, Columns columns,
                       float* memory) {
@@ -329,6 +343,11 @@ void run_tile(const SparseUpDown& problem, const TileUnion& tile) {
     const int64_t pairs = tile.begin[tile.size];
     std::fill_n(tile.h, pairs, 0.0f);
     for_each_block(problem.w_up.cols, [&](Columns columns) { up(problem, tile, columns); });
+    if (const float* const scales = problem.w_up.scales; scales != nullptr) {
+      for_each_run(tile, [&](int64_t neuron, int64_t, int64_t at, int64_t count) {
+        for (int64_t i = at; i < at + count; ++i) tile.h[i] *= scales[neuron];
+      });
+    }
     multiply(problem, tile.gate, pairs, tile.h);
     h = tile.h;
   }
@@ -375,6 +394,7 @@ void tile_union_up_down(Context& ctx, const SparseUpDown& problem) {
       for (int64_t r = row; r < last; ++r) std::fill_n(problem.y.row(r), problem.y.cols, 0.0f);
       transpose(pairs, row, last, tile);
       run_tile(problem, tile);
+      for (int64_t r = row; r < last; ++r) scale_sums(problem, r, 0, problem.y.cols);
     }
   });
 }
