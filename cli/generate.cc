@@ -30,6 +30,7 @@ namespace {
 
 struct GenerateArguments {
   GenerateOptions generate;
+  std::vector<std::string> end_tokens;
   std::vector<std::string> prompts;
   std::filesystem::path prompt_file;
   std::filesystem::path prompts_file;
@@ -277,7 +278,7 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   // Validate all input before loading the weights.
   const ModelConfig config = load_config(common.checkpoint);
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
-  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer);
+  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer, arguments.end_tokens);
   options.grammar = read_grammar(arguments, tokenizer);
   const SessionOptions planned = plan_cache(
       common, config,
@@ -355,6 +356,9 @@ void add_generate_command(Command& root, CommonOptions& common) {
   GenerateOptions& options = arguments->generate;
   command.value("--max-tokens", &options.max_tokens, "N", "New tokens at most");
   command.value("--stop", &options.stop_strings, "TEXT", "Stop before this text; repeatable");
+  command.value("--end-token", &arguments->end_tokens, "TEXT",
+                "A text ends at this token too, beside those that the checkpoint names; "
+                "repeatable");
   Option& schema = command.value("--json-schema", &arguments->json_schema, "PATH",
                                  "Texts are JSON that validates by the schema in this file");
   command

@@ -11,6 +11,7 @@
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/base/rng.h"
+#include "twell/tokenizer/end_token.h"
 #include "twell/train/metrics.h"
 
 namespace twell::cli {
@@ -57,6 +58,7 @@ Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
   BpeTrainingOptions options;
   options.vocab_size = request.vocab_size;
   options.pre_tokenizer = request.options.pre_tokenizer;
+  if (!request.options.end_token.empty()) options.special_tokens = {request.options.end_token};
   options.threads = request.threads;
   progress.update("training a tokenizer", true);
   const auto start = Clock::now();
@@ -70,10 +72,16 @@ Tokenizer train_tokenizer(const DataRequest& request, ProgressLine& progress) {
 // The tokenizer, or how it will be trained: with equal text, equal ways give equal tokenizers.
 nlohmann::json tokenizer_identity(const DataRequest& request) {
   const DataOptions& options = request.options;
-  if (!options.tokenizer.empty()) return Tokenizer::load(options.tokenizer).hash();
-  return {{"vocab_size", request.vocab_size},
-          {"pre_tokenizer", options.pre_tokenizer},
-          {"sample_mib", options.tokenizer_sample_mib}};
+  if (!options.tokenizer.empty()) {
+    const Tokenizer tokenizer = load_with_end_token(options.tokenizer, options.end_token);
+    if (!has_declared_end_token(tokenizer)) return tokenizer.hash();
+    return {{"hash", tokenizer.hash()}, {"end_token", tokenizer.eos_token()}};
+  }
+  nlohmann::json way = {{"vocab_size", request.vocab_size},
+                        {"pre_tokenizer", options.pre_tokenizer},
+                        {"sample_mib", options.tokenizer_sample_mib}};
+  if (!options.end_token.empty()) way["end_token"] = options.end_token;
+  return way;
 }
 
 std::string progress_text(const TokenizeProgress& now, int64_t max_bytes, double seconds) {
@@ -107,6 +115,10 @@ void add_tokenizer_options(Command& command, DataOptions& options) {
   command.group("Data");
   command.value("--tokenizer", &options.tokenizer, "FILE",
                 "Hugging Face tokenizer.json (BPE); without it one is trained");
+  command.value("--end-token", &options.end_token, "TEXT",
+                "Token that ends a document (default: the one that tokenizer_config.json, "
+                "config.json or generation_config.json beside the tokenizer names, else "
+                "<|endoftext|> or similar)");
   command.choice("--pre-tokenizer", &options.pre_tokenizer, {"gpt2", "smollm2", "llama3", "qwen2"},
                  "How a trained tokenizer cuts text into words");
   command
@@ -184,11 +196,12 @@ PreparedData prepare_shards(const DataRequest& request, const fs::path& folder,
   };
   const fs::path saved = writer.work_folder() / "tokenizer.json";
   try {
-    Tokenizer tokenizer = fs::exists(saved) ? Tokenizer::load(saved)
-                          : request.options.tokenizer.empty()
-                              ? train_tokenizer(request, progress)
-                              : Tokenizer::load(request.options.tokenizer);
-    if (!fs::exists(saved)) tokenizer.save(saved);
+    Tokenizer tokenizer =
+        fs::exists(saved) ? Tokenizer::load(saved)
+        : request.options.tokenizer.empty()
+            ? train_tokenizer(request, progress)
+            : load_with_end_token(request.options.tokenizer, request.options.end_token);
+    if (!fs::exists(saved)) save_with_end_token(tokenizer, saved.parent_path());
     check_interrupted();
     start = Clock::now();
     const ShardCounts counts = writer.write(TokenEncoder::of(tokenizer));

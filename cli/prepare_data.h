@@ -22,6 +22,7 @@ struct DataOptions {
   int64_t max_bytes = 0;  // of text to read; 0: all
   double validation_fraction = 0.01;
   std::filesystem::path tokenizer;  // empty: train one
+  std::string end_token;            // of documents; empty: see load_with_end_token()
   std::string pre_tokenizer = "gpt2";
   int64_t tokenizer_sample_mib = 32;
   int64_t part_mib = 64;                 // of input in a part (TokenizeOptions::part_bytes)

@@ -33,6 +33,7 @@ namespace {
 
 struct ServeArguments {
   ServerOptions server;
+  std::vector<std::string> end_tokens;
   std::string host = "127.0.0.1";
   int64_t port = 8000;
   std::filesystem::path api_key_file;
@@ -140,7 +141,7 @@ int run_serve(const CommonOptions& common, ServeArguments& arguments) {
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
   const std::optional<ChatTemplate> chat = load_chat_template(common.checkpoint, options.no_chat);
   if (options.model.empty()) options.model = default_model_name(common.checkpoint);
-  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer);
+  options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer, arguments.end_tokens);
   options.chat_stop_tokens = options.stop_tokens;
   options.http.read = std::chrono::seconds(arguments.request_seconds);
   options.http.write = std::chrono::seconds(arguments.write_seconds);
@@ -205,6 +206,9 @@ void add_serve_command(Command& root, CommonOptions& common) {
   command.value("--log-requests", &arguments->log_requests, "FILE",
                 "Append a line of JSON for each request: time, path, status, tokens, seconds; no "
                 "texts and no keys; -: to standard output");
+  command.value("--end-token", &arguments->end_tokens, "TEXT",
+                "A text ends at this token too, beside those that the checkpoint names; "
+                "repeatable");
   command.value("--model-name", &arguments->server.model, "NAME",
                 "The model's name in requests and replies; by default the folder's name");
   add_ffn_option(command, arguments->ffn, "Execution of the FFN layers");

@@ -55,9 +55,9 @@ Examples:
 // What a run's data and first weights were made from. A resumed run has both already, so other
 // values would have no effect.
 const std::set<std::string> kMadeTheData = {
-    "data",      "json-field",    "bad-files",        "max-data-bytes",
-    "tokenizer", "pre-tokenizer", "tokenizer-sample", "val-fraction",
-    "from",      "relufy",        "chat-data",        "chat-template"};
+    "data",      "json-field", "bad-files",     "max-data-bytes",   "tokenizer",
+    "end-token", "chat-data",  "pre-tokenizer", "tokenizer-sample", "val-fraction",
+    "from",      "relufy",     "chat-template"};
 // Options that name files and folders, which are remembered as absolute paths.
 const std::set<std::string> kPaths = {"data",      "shards", "tokenizer", "from",
                                       "task-data", "out",    "chat-data", "chat-template"};

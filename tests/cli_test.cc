@@ -540,6 +540,63 @@ TEST_F(CliTest, TokenizeThenTrainOnItsShards) {
   expect_refused({"tokenize", "--verify", "shards"}, shard.filename().string() + " was altered");
 }
 
+// What ends a document: the token that is named, or that a file beside the tokenizer names.
+TEST_F(CliTest, DocumentsEndAtTheTokenThatIsNamed) {
+  const auto tokenize = [](const std::string& out, const std::vector<std::string>& more) {
+    std::vector<std::string> words = {"tokenize", "--data", "text", "--out", out, "--threads", "1"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  const auto last_id = [&](const std::string& shards) {
+    const std::string manifest = slurp(folder_ / shards / "manifest.json");
+    const auto list = nlohmann::json::parse(manifest).at("validation").at("shards");
+    const std::string ids = slurp(folder_ / shards / list.back().at("file").get<std::string>());
+    return static_cast<uint8_t>(ids.at(ids.size() - 2)) + 256 * ids.back();
+  };
+  EXPECT_EQ(run(tokenize("one", {"--vocab-size", "300", "--end-token", "<stop>"})).code, 0);
+  EXPECT_EQ(last_id("one"), 0);
+  EXPECT_THAT(slurp(folder_ / "one/tokenizer_config.json"), HasSubstr(R"("eos_token": "<stop>")"));
+  EXPECT_EQ(run({"train", "--shards",
+                 "one",   "--out",
+                 "run",   "--width",
+                 "16",    "--ffn",
+                 "48",    "--layers",
+                 "1",     "--heads",
+                 "2",     "--context",
+                 "16",    "--steps",
+                 "1",     "--batch-tokens",
+                 "32",    "--micro-batch",
+                 "2",     "--validation-sequences",
+                 "4",     "--threads",
+                 "1"})
+                .code,
+            0);
+  const auto config = nlohmann::json::parse(slurp(folder_ / "run/checkpoint/config.json"));
+  EXPECT_EQ(config.at("eos_token_id"), 0);
+  // Two tokens that could end a document; the files beside the tokenizer name either.
+  auto tokenizer = nlohmann::json::parse(slurp(folder_ / "one/tokenizer.json"));
+  auto second = tokenizer.at("added_tokens").at(0);
+  second["id"] = 300;
+  second["content"] = "<pause>";
+  tokenizer["added_tokens"].push_back(second);
+  fs::create_directory(folder_ / "given");
+  write("given/tokenizer.json", tokenizer.dump());
+  const std::vector<std::string> given = {"--tokenizer", "given/tokenizer.json"};
+  expect_refused(tokenize("none", given), "no end-of-text token");
+  write("given/generation_config.json", R"({"eos_token_id": [300, 0]})");
+  EXPECT_EQ(run(tokenize("two", given)).code, 0);
+  EXPECT_EQ(last_id("two"), 300);
+  // The same command finds its shards, another end is another set.
+  EXPECT_THAT(run(tokenize("two", given)).out, HasSubstr("already holds"));
+  const std::vector<std::string> named = {"--tokenizer", "given/tokenizer.json", "--end-token",
+                                          "<stop>"};
+  expect_refused(tokenize("two", named), "two is in use");
+  EXPECT_EQ(run(tokenize("three", named)).code, 0);
+  EXPECT_EQ(last_id("three"), 0);
+  expect_refused(tokenize("four", {"--tokenizer", "given/tokenizer.json", "--end-token", "note"}),
+                 "no added token \"note\"");
+}
+
 // A folder is tokenized in parts, and a killed or stopped command goes on with the finished ones.
 TEST_F(CliTest, TokenizeGoesOnAfterAKill) {
   fs::create_directory(folder_ / "web");

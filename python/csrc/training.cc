@@ -25,6 +25,7 @@
 #include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
+#include "twell/tokenizer/end_token.h"
 #include "twell/train/chat_run.h"
 #include "twell/train/option_table.h"
 #include "twell/train/run.h"
@@ -356,7 +357,7 @@ std::pair<int64_t, int64_t> tokenize(const std::vector<std::string>& data, const
                     .seed = seed,
                     .threads = threads,
                     .progress = [](const TokenizeProgress&) { check_signals(); }});
-  tokenizer.save(folder / "tokenizer.json");
+  save_with_end_token(tokenizer, folder);
   return {counts.train_tokens, counts.validation_tokens};
 }
 

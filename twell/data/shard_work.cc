@@ -25,6 +25,8 @@ namespace {
 
 using nlohmann::json;
 
+constexpr const char* kTokenizerFiles[] = {"tokenizer.json", "tokenizer_config.json"};
+
 // The path as text for JSON: bytes that are not UTF-8 become \xNN.
 std::string path_text(const fs::path& path) {
   const std::string bytes = fs::absolute(path).lexically_normal().string();
@@ -137,7 +139,9 @@ ShardWork::ShardWork(const fs::path& target, const json& options, const TextSour
   }
   // Without finished parts nothing depends on a tokenizer that was trained on other text.
   std::error_code ignored;
-  if (finished() == 0 && before != now) fs::remove(folder_ / "tokenizer.json", ignored);
+  if (finished() == 0 && before != now) {
+    for (const char* const name : kTokenizerFiles) fs::remove(folder_ / name, ignored);
+  }
   number_the_rest();
   source_json_ = now.dump(1);
   ShardManifest kept;
@@ -249,7 +253,8 @@ void ShardWork::number_the_rest() {
 // Removes what an interrupted job left unfinished: shards without a record, records of parts to be
 // made again, temporary files.
 void ShardWork::remove_all_but(const ShardManifest& kept) const {
-  std::set<std::string> names = {"source.json", "tokenizer.json", "manifest.json", "parts"};
+  std::set<std::string> names = {"source.json", "manifest.json", "parts"};
+  names.insert(std::begin(kTokenizerFiles), std::end(kTokenizerFiles));
   for (const std::vector<ShardFile>& shards : kept.shards) {
     for (const ShardFile& shard : shards) names.insert(shard.name);
   }

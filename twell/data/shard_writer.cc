@@ -469,8 +469,8 @@ TextSkips ShardWriter::skipped() const {
 
 ShardCounts ShardWriter::write(const TokenEncoder& encoder) {
   TWELL_REQUIRE(encoder.eos >= 0,
-                "the tokenizer has no end-of-text token to put between documents: use one with "
-                "such a token, <|endoftext|> for example");
+                "the tokenizer has no end-of-text token to put between documents: name one of its "
+                "added tokens (--end-token)");
   impl_->check_kept_parts(encoder);
   impl_->make_parts(encoder);
   ShardManifest manifest = impl_->joined(encoder);

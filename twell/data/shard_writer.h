@@ -75,7 +75,8 @@ class ShardWriter {
   static bool made(TextSource& source, const nlohmann::json& tokenizer,
                    const std::filesystem::path& folder, const TokenizeOptions& options);
 
-  // Where the shards are made: `<folder>.partial`. Other files in it must be named tokenizer.json.
+  // Where the shards are made: `<folder>.partial`. Other files in it must be named
+  // tokenizer.json or tokenizer_config.json.
   const std::filesystem::path& work_folder() const;
   int64_t parts() const;
   int64_t finished_parts() const;

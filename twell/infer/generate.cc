@@ -32,7 +32,8 @@ std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& toke
 }
 
 std::vector<int32_t> stop_tokens(const std::filesystem::path& checkpoint, const ModelConfig& config,
-                                 const Tokenizer& tokenizer) {
+                                 const Tokenizer& tokenizer,
+                                 const std::vector<std::string>& named) {
   std::set<int64_t> tokens(config.more_eos_tokens.begin(), config.more_eos_tokens.end());
   tokens.insert(config.eos_token);
   const auto field = [&](const char* file, const char* name) -> nlohmann::json {
@@ -51,6 +52,12 @@ std::vector<int32_t> stop_tokens(const std::filesystem::path& checkpoint, const 
   nlohmann::json end = field("tokenizer_config.json", "eos_token");
   if (end.is_object()) end = end.value("content", nlohmann::json());
   if (end.is_string()) tokens.insert(tokenizer.find(end.get<std::string>()));
+  for (const std::string& name : named) {
+    const int32_t id = tokenizer.find(name);
+    TWELL_REQUIRE(id >= 0, "{} is no token of the tokenizer, so no text can end at it",
+                  excerpt(name));
+    tokens.insert(id);
+  }
   std::vector<int32_t> out;
   for (const int64_t id : tokens) {
     if (id >= 0 && id < config.vocab_size) out.push_back(static_cast<int32_t>(id));

@@ -54,10 +54,11 @@ std::vector<int32_t> prompt_ids(const ModelConfig& config, const Tokenizer& toke
                                 std::string_view prompt, bool begin_token = true);
 
 // Every token that ends a text according to a checkpoint's config.json, generation_config.json
-// ("eos_token_id") and tokenizer_config.json ("eos_token"). InputError names the file and the
-// fault.
+// ("eos_token_id") and tokenizer_config.json ("eos_token"), and those that `named` names.
+// InputError names the file and the fault, or the name that is no token.
 std::vector<int32_t> stop_tokens(const std::filesystem::path& checkpoint, const ModelConfig& config,
-                                 const Tokenizer& tokenizer);
+                                 const Tokenizer& tokenizer,
+                                 const std::vector<std::string>& named = {});
 
 // The prompt as a request whose text and tokens are collected; calls on_done at its end, on the
 // thread that steps the scheduler.

@@ -71,6 +71,13 @@ TEST_F(GenerateTest, EndTokensOfEveryFileOfACheckpointCount) {
   EXPECT_EQ(std::ranges::count(tokens(), a), 1);
   folder.write("tokenizer_config.json", R"({"eos_token": "no such token"})");
   EXPECT_EQ(tokens(), (Tokens{3, 5}));
+  const auto with = [&](const std::vector<std::string>& names) {
+    return stop_tokens(folder.path(), config, tokenizer_, names);
+  };
+  const std::vector<int32_t> found = with({"b", "a"});
+  EXPECT_EQ(found.size(), 4);
+  EXPECT_EQ(std::ranges::count(found, a), 1);
+  EXPECT_THROW(with({"a", "no such token"}), InputError);
   folder.write("generation_config.json", R"({"eos_token_id": "seven"})");
   EXPECT_THROW(tokens(), InputError);
   folder.write("generation_config.json", "{");

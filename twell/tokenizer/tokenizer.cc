@@ -20,6 +20,7 @@
 #include "twell/base/file.h"
 #include "twell/base/utf8.h"
 #include "twell/tokenizer/bpe.h"
+#include "twell/tokenizer/end_token.h"
 #include "twell/tokenizer/normalizer.h"
 #include "twell/tokenizer/pre_tokenizer.h"
 #include "twell/tokenizer/tokenizer_spec.h"
@@ -472,7 +473,7 @@ struct Tokenizer::Impl {
 Tokenizer::Tokenizer(TokenizerSpec spec) : impl_(std::make_shared<Impl>(std::move(spec))) {}
 
 Tokenizer Tokenizer::load(const std::filesystem::path& path) {
-  return parse(read_file(path), path.string());
+  return load_with_end_token(path, {});
 }
 
 Tokenizer Tokenizer::parse(std::string_view json, const std::string& source) {
@@ -554,6 +555,7 @@ int32_t Tokenizer::find(std::string_view token) const {
 }
 
 int32_t Tokenizer::eos_token() const {
+  if (impl_->spec.eos_id >= 0) return impl_->spec.eos_id;
   for (const std::string_view name : kEosNames) {
     const auto added = impl_->added.find(std::string(name));
     if (added != impl_->added.end()) return added->second;

@@ -27,7 +27,7 @@ struct TokenizerSpec;
 class Tokenizer {
  public:
   explicit Tokenizer(TokenizerSpec spec);
-  // InputError, naming the part, for anything unsupported in the file.
+  // InputError, naming the part, for anything unsupported in the file or those beside it.
   static Tokenizer load(const std::filesystem::path& path);
   static Tokenizer parse(std::string_view json, const std::string& source);
   std::string to_json() const;
@@ -47,7 +47,7 @@ class Tokenizer {
 
   int64_t vocab_size() const;                  // ids are in [0, vocab_size)
   int32_t find(std::string_view token) const;  // id of an added token or raw byte string, or -1
-  int32_t eos_token() const;                   // "<|endoftext|>" or similar; -1 when there is none
+  int32_t eos_token() const;                   // between documents (end_token.h), or -1
   int32_t bos_token() const;                   // begin token of the file's template, or -1
   bool lossless() const;
   // Hash of everything that changes how text becomes ids; hex, stable across versions.
@@ -61,7 +61,7 @@ class Tokenizer {
 struct BpeTrainingOptions {
   int64_t vocab_size = 4096;           // including special tokens and the 256 bytes
   std::string pre_tokenizer = "gpt2";  // "gpt2", "smollm2", "llama3", "qwen2"
-  // The first is EOS and must have one of the names that eos_token() recognizes.
+  // The first is eos_token().
   std::vector<std::string> special_tokens = {"<|endoftext|>"};
   int threads = 0;
 };

@@ -55,6 +55,7 @@ struct TokenizerSpec {
   std::optional<SentencePieceSpec> sentence_piece;  // nullopt: a byte-level tokenizer
   std::vector<PreTokenizerStep> pre_tokenizer;
   int32_t bos_id = -1;  // begin token of the post-processor's template; -1: none
+  int32_t eos_id = -1;  // not in the file: of the token between documents; -1: see kEosNames
 };
 
 // InputError "<source>: ..." in one line for anything malformed, inconsistent or unsupported.
@@ -69,7 +70,8 @@ std::string token_name(const TokenizerSpec& spec, int32_t id);
 // XXH3-128 over everything that changes how text becomes ids.
 std::string hash_tokenizer(const TokenizerSpec& spec);
 
-// Names that models give the token between documents, in the order in which eos_token() tries them.
+// Names that models give the token between documents, in the order in which eos_token() tries them
+// where nothing declares it.
 inline constexpr std::array<std::string_view, 7> kEosNames = {
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>"};
 

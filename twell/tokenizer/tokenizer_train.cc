@@ -41,10 +41,6 @@ void set_pre_tokenizer(const std::string& name, TokenizerSpec& spec) {
 
 void check_special_tokens(const std::vector<std::string>& names) {
   TWELL_REQUIRE(!names.empty(), "no special token is given; the first is needed as EOS");
-  TWELL_REQUIRE(std::find(kEosNames.begin(), kEosNames.end(), names[0]) != kEosNames.end(),
-                "the first special token, {}, stands between documents and must have one of the "
-                "names {}",
-                excerpt(names[0]), fmt::join(kEosNames, " "));
   std::unordered_set<std::string_view> seen;
   for (const std::string& name : names) {
     TWELL_REQUIRE(!name.empty() && find_invalid_utf8(name) == name.size(),
@@ -67,6 +63,7 @@ void add_special_tokens(const std::vector<std::string>& names, TokenizerSpec& sp
     spec.added.push_back({id, name, /*special=*/true, /*normalized=*/false, /*in_vocab=*/true});
     spec.tokens.push_back(name);
   }
+  spec.eos_id = spec.added.front().id;
 }
 
 // Counts the words of all texts on all threads. Longer pre-tokens are counted in pieces: they are
