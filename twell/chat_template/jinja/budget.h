@@ -14,24 +14,31 @@
 
 namespace twell::jinja {
 
-constexpr int64_t kMaxSteps = 10'000'000;        // expressions, statements, items
-constexpr size_t kMaxBytes = size_t{256} << 20;  // of texts and values, read and written
+constexpr size_t kMaxBytes = size_t{256} << 20;  // of one text or list, whatever the limits
 constexpr int kMaxCalls = 1500;  // of expressions and statements inside each other, with macros
+
+struct RenderLimits {
+  int64_t steps = 10'000'000;          // expressions, statements, items
+  int64_t bytes = int64_t{256} << 20;  // of texts and values, read and written
+};
 
 class Budget {
  public:
+  explicit Budget(const RenderLimits& limits)
+      : max_steps_(limits.steps), max_bytes_(static_cast<size_t>(limits.bytes)) {}
+
   void step() {
-    TWELL_REQUIRE(++steps_ <= kMaxSteps, "the template does not come to an end in {} steps",
-                  kMaxSteps);
+    TWELL_REQUIRE(++steps_ <= max_steps_, "the template does not come to an end in {} steps",
+                  max_steps_);
   }
   void steps(size_t count) {
-    TWELL_REQUIRE(
-        count <= size_t{kMaxSteps} && (steps_ += static_cast<int64_t>(count)) <= kMaxSteps,
-        "the template does not come to an end in {} steps", kMaxSteps);
+    TWELL_REQUIRE(count <= static_cast<size_t>(max_steps_) &&
+                      (steps_ += static_cast<int64_t>(count)) <= max_steps_,
+                  "the template does not come to an end in {} steps", max_steps_);
   }
   void bytes(size_t count) {
-    TWELL_REQUIRE(count <= kMaxBytes - bytes_, "the template handles more than {} MiB of text",
-                  kMaxBytes >> 20);
+    TWELL_REQUIRE(count <= max_bytes_ - bytes_, "the template handles more than {} MiB of text",
+                  max_bytes_ >> 20);
     bytes_ += count;
   }
 
@@ -72,6 +79,8 @@ class Budget {
   };
 
  private:
+  const int64_t max_steps_;
+  const size_t max_bytes_;
   int64_t steps_ = 0;
   size_t bytes_ = 0;
   int levels_ = 0;

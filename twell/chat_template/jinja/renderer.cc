@@ -73,7 +73,8 @@ class Macro : public Object {
 
 class Renderer {
  public:
-  explicit Renderer(const Variables& variables) : variables_(variables) {}
+  Renderer(const Variables& variables, const RenderLimits& limits)
+      : variables_(variables), budget_(limits) {}
 
   std::string whole(const Template& tree) {
     auto root = std::make_unique<Activation>(nullptr, tree.slots);
@@ -651,8 +652,9 @@ class Renderer {
 
 }  // namespace
 
-std::string render(const Template& tree, const Variables& variables, const std::string& source) {
-  Renderer renderer(variables);
+std::string render(const Template& tree, const Variables& variables, const std::string& source,
+                   const RenderLimits& limits) {
+  Renderer renderer(variables, limits);
   try {
     return renderer.whole(tree);
   } catch (const InputError& error) {
