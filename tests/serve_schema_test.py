@@ -95,7 +95,7 @@ class Schemas:
             schema["items"] = r.choice([False, schema["items"]])
         least = r.randint(0, 2) if schema["items"] else 0
         schema["minItems"] = least
-        schema["maxItems"] = least + r.randint(0, 2)
+        schema["maxItems"] = max(least, len(schema.get("prefixItems", []))) + r.randint(0, 2)
         return schema
 
     def object(self, depth):

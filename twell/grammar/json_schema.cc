@@ -98,6 +98,22 @@ class SchemaCheck {
         value = checked(value, at, depth + 1);
       }
     }
+    // By lengths the library would write control characters into texts.
+    if (may_be(schema, "string") &&
+        (schema.contains("minLength") || schema.contains("maxLength"))) {
+      const auto length = [&](const char* keyword) {
+        const auto found = schema.find(keyword);
+        if (found == schema.end()) return std::string();
+        if (!found->is_number_unsigned())
+          refuse_schema(path + "/" + keyword, "a length is expected");
+        return found->dump();
+      };
+      const std::string least = length("minLength"), most = length("maxLength");
+      out.erase("minLength");
+      out.erase("maxLength");
+      out["pattern"] =
+          fmt::format("^[^\"\\\\\\x00-\\x1f]{{{},{}}}$", least.empty() ? "0" : least, most);
+    }
     // What the schema leaves open is said, because the library closes it in calls of tools.
     if (may_be(schema, "object") && !schema.contains("additionalProperties") &&
         !schema.contains("unevaluatedProperties") && !schema.contains("patternProperties") &&
