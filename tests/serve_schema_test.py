@@ -29,7 +29,7 @@ except ImportError:
     sys.exit(77)
 
 PATTERNS = ["^[a-c]{1,4}$", "^(ab|c)d?$", "^\\d{2}-\\d{2}$", "^[A-Z][a-z]{0,3}$", "^x?y*$"]
-FORMATS = ["date", "time", "date-time", "ipv4", "uuid", "email", "hostname"]
+FORMATS = ["date", "time", "date-time", "uuid", "email", "hostname"]
 
 
 class Schemas:
