@@ -243,7 +243,7 @@ cudaError_t launch_up(const HybridChunk& chunk, const tile_union::Up& up, int ct
 cudaError_t launch_down(const HybridChunk& chunk, const tile_union::Down& down, int ctas,
                         cudaStream_t stream) {
   return chunk.portable ? tile_union::launch_down_sm80(down, ctas, stream)
-                        : launch_down(chunk, down, ctas, stream);
+                        : tile_union::launch_down_sm90(down, ctas, stream);
 }
 
 void forward_chunk(CudaContext& ctx, const FfnTrainForwardCuda& problem,
