@@ -34,15 +34,19 @@ struct ForwardSequence {
 };
 
 // The length of the longest sequence with its new tokens. InputError when one would exceed the
-// context or the capacity of the cache (KvCache or KvCacheCuda; null: none).
+// context or the capacity of the cache (KvCache or KvCacheCuda; null: none). `in_turn`: entries
+// next to one another may share a slot, and each follows the one in front of it.
 template <typename Cache>
 int64_t longest_length(const ModelConfig& config, std::span<const ForwardSequence> sequences,
-                       const Cache* cache) {
-  int64_t longest = 0;
+                       const Cache* cache, bool in_turn = false) {
+  int64_t longest = 0, in_front = 0;  // tokens of the entries in front that share the slot
   std::vector<int64_t> slots;
   for (const ForwardSequence& sequence : sequences) {
+    const bool follows = in_turn && !slots.empty() && slots.back() == sequence.slot;
+    if (!follows) in_front = 0;
     const int64_t past = cache == nullptr ? 0 : cache->length(sequence.slot);
-    const int64_t total = past + sequence.tokens;
+    const int64_t total = past + in_front + sequence.tokens;
+    in_front += sequence.tokens;
     longest = std::max(longest, total);
     TWELL_REQUIRE(total <= config.context,
                   "a sequence of {} tokens is longer than the model's context of {}", total,
@@ -51,7 +55,7 @@ int64_t longest_length(const ModelConfig& config, std::span<const ForwardSequenc
     TWELL_REQUIRE(total <= cache->capacity(),
                   "a sequence of {} tokens is longer than the cache's capacity of {}", total,
                   cache->capacity());
-    slots.push_back(sequence.slot);
+    if (!follows) slots.push_back(sequence.slot);
   }
   std::sort(slots.begin(), slots.end());
   TWELL_CHECK(std::adjacent_find(slots.begin(), slots.end()) == slots.end(),

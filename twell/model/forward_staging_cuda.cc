@@ -18,7 +18,7 @@ void ForwardCuda::stage(std::span<const int32_t> ids, std::span<const ForwardSeq
   TWELL_CHECK(cache == nullptr || cache->eight_bits() == plan_.eight_bit_cache,
               "a cache with 8 bits: {}, in a forward planned for one: {}",
               cache != nullptr && cache->eight_bits(), plan_.eight_bit_cache);
-  const int64_t longest = longest_length(config_, sequences, cache);
+  const int64_t longest = longest_length(config_, sequences, cache, /*in_turn=*/true);
   TWELL_CHECK(longest <= plan_.max_length, "a sequence of {} tokens in a forward planned for {}",
               longest, plan_.max_length);
   for (size_t m = 0; m < ids.size(); ++m) {
