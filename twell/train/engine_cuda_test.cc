@@ -215,11 +215,13 @@ TEST_F(TrainEngineCudaTest, TrainsOnConversationsAsTheCpu) {
     for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.06 * losses_[0]) << i;
     const auto a = fresh_model(), b = fresh_model();
     const auto first = engine(true, *a, options), second = engine(false, *b, options);
+    // Before a step, because the first one of Adam takes the sign of every gradient, also of those
+    // that are rounding errors.
+    EXPECT_NEAR(first->validate(), second->validate(), 0.002 * losses_[0]);
     const StepRequest request{
         .step = 1, .learning_rate = 1e-3, .l1_coeff = 1e-3, .relu_share = {}, .hints = {}};
     const double norm = second->step(request).grad_norm;
     EXPECT_NEAR(first->step(request).grad_norm, norm, 0.05 * norm);
-    EXPECT_NEAR(first->validate(), second->validate(), 0.005 * losses_[0]);
   }
 }
 
