@@ -5,8 +5,9 @@ set(xgrammar_root ${PROJECT_SOURCE_DIR}/.cache/xgrammar)
 if(EXISTS ${xgrammar_root}/version)
   file(GLOB_RECURSE xgrammar_sources CONFIGURE_DEPENDS ${xgrammar_root}/cpp/*.cc)
   add_library(xgrammar STATIC ${xgrammar_sources})
-  set_target_properties(xgrammar PROPERTIES UNITY_BUILD OFF EXPORT_COMPILE_COMMANDS OFF)
-  target_compile_features(xgrammar PRIVATE cxx_std_17)
+  # As C++20 clang 14 refuses variants of types that are not complete yet.
+  set_target_properties(xgrammar PROPERTIES UNITY_BUILD OFF EXPORT_COMPILE_COMMANDS OFF
+    CXX_STANDARD 17)
   # What runs at every token is optimised; the rest takes a third less compiler time without it.
   set(xgrammar_fast ${xgrammar_sources})
   list(FILTER xgrammar_fast INCLUDE REGEX "(grammar_matcher|earley_parser|grammar_compiler|compiled_grammar|fsm)\\.cc$")
