@@ -228,11 +228,6 @@ class SchemaCheck {
       }
       return false;
     };
-    bool of_objects = false, of_arrays = false;
-    for (const auto& [keyword, value] : schema.items()) {
-      of_objects |= kOfObjects.contains(keyword);
-      of_arrays |= kOfArrays.contains(keyword);
-    }
     for (const auto& [keyword, value] : schema.items()) {
       const std::string at = path + "/" + keyword;
       const char* needs = kOfNumbers.contains(keyword)   ? "number"
