@@ -74,7 +74,7 @@ constexpr const char* kOneModel = "/v1/models/";
 std::vector<int32_t> joined(std::vector<int32_t> some, const std::vector<int32_t>& others) {
   some.insert(some.end(), others.begin(), others.end());
   std::ranges::sort(some);
-  some.erase(std::ranges::unique(some).begin(), some.end());
+  some.erase(std::unique(some.begin(), some.end()), some.end());
   return some;
 }
 
