@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--tokenizer", type=pathlib.Path, help="tokenizer.json to copy")
     arguments = parser.parse_args()
     width, ffn = arguments.width, arguments.ffn
-    # Of dReLU's up projections half are positive, so twice as many gates are.
+    # dReLU also needs a positive up projection, as half of them are: so twice as many gates fire.
     share = arguments.active * (2 if arguments.activation == "drelu" else 1)
     if not 0 < share < 0.5:
         parser.error(f"--active {arguments.active}: at most half of the gates can be positive")

@@ -10,7 +10,6 @@ import argparse
 import collections
 import concurrent.futures
 import json
-import os
 import pathlib
 import random
 import re
@@ -18,16 +17,10 @@ import sys
 import urllib.error
 import urllib.request
 
-from serve_testing import ROOT, Served
+from serve_testing import Served, needs_clients
 
-try:
-    import jsonschema
-except ImportError:
-    installed = ROOT / ".cache/openai-client/bin/python"
-    if installed.exists() and sys.executable != str(installed):
-        os.execv(installed, [str(installed), *sys.argv])
-    print("skipped: jsonschema is not installed (scripts/setup.sh --test)")
-    sys.exit(77)
+needs_clients("jsonschema")
+import jsonschema
 
 PATTERNS = ["^[a-c]{1,4}$", "^(ab|c)d?$", "^\\d{2}-\\d{2}$", "^[A-Z][a-z]{0,3}$", "^x?y*$"]
 FORMATS = ["date", "time", "date-time", "uuid", "email", "hostname"]

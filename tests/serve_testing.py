@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running `twell serve` for tests and load scripts, and a small HTTP client with raw sockets."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 
@@ -18,6 +20,18 @@ MODEL = ROOT / "tests/golden/tasks/model"
 CHAT_TEMPLATE = ("{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n"
                  "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
                  "{% endfor %}{% endfor %}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}a:")
+
+
+def needs_clients(*modules):
+    """Goes on in the Python of the clients, which scripts/setup.sh --test installs, where a module is missing here;
+    ends as skipped where that is missing too."""
+    if all(importlib.util.find_spec(module) for module in modules):
+        return
+    installed = ROOT / ".cache/openai-client/bin/python"
+    if installed.exists() and sys.executable != str(installed):
+        os.execv(installed, [str(installed), *sys.argv])
+    print(f"skipped: {', '.join(modules)} not installed (scripts/setup.sh --test)")
+    sys.exit(77)
 
 
 class Served:

@@ -201,7 +201,7 @@ TEST_F(ChatDataTest, LongConversationsAreCutOrLeftOut) {
               HasSubstr("in 1 no answer begins within the 8 tokens of a sequence"));
 }
 
-// As Qwen3's: the last answer has what earlier ones have lost.
+// This template is like Qwen3's: the last answer has what earlier ones have lost.
 TEST_F(ChatDataTest, TemplatesThatRenderTheLastAnswerInAnotherWay) {
   const auto data = read(
       written(

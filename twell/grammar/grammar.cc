@@ -22,7 +22,7 @@
 
 namespace {
 
-// Of the library's warnings: while a grammar is made on this thread, the first is kept here.
+// While a grammar is made on this thread, the library's first warning is kept here.
 thread_local std::string* grammar_warning = nullptr;
 
 }  // namespace
@@ -260,7 +260,7 @@ struct GrammarCompiler::Impl {
         const std::shared_ptr<Job> job = std::move(state->waiting.front());
         state->waiting.pop_front();
         job->running = true;
-        // Of the result: what the others see is set under the lock.
+        // The result goes into a job of this thread's own; what others see is set under the lock.
         Job own{.text = job->text};
         lock.unlock();
         run(own, *library, vocab);

@@ -40,7 +40,7 @@ const std::set<std::string> kAnnotations = {"$schema",
                                             "contentSchema",
                                             "discriminator",
                                             "nullable"};
-// Of a value of any type.
+// These apply to a value of any type.
 const std::set<std::string> kApplicators = {"type",  "enum",  "const", "anyOf",
                                             "oneOf", "allOf", "$ref"};
 const std::set<std::string> kOfNumbers = {"minimum", "maximum", "exclusiveMinimum",
@@ -104,7 +104,8 @@ class SchemaCheck {
         value = checked(value, at, depth + 1);
       }
     }
-    // By lengths the library would write control characters into texts.
+    // The library would write control characters into a text that has lengths, so a pattern stands
+    // for them.
     if (may_be(schema, "string") &&
         (schema.contains("minLength") || schema.contains("maxLength"))) {
       const auto length = [&](const char* keyword) {

@@ -14,7 +14,7 @@ TEST(PromptLookup, GuessesWhatFollowedBefore) {
   EXPECT_EQ(lookup.guess(Ids{1, 2}, 4), Ids{});
   EXPECT_EQ(lookup.guess(Ids{1, 2, 3, 4, 5}, 4), Ids{});
   EXPECT_EQ(lookup.guess(Ids{1, 2, 3, 4, 5, 1, 2, 3}, 2), (Ids{4, 5}));
-  // Behind the context's end the guess goes on from itself.
+  // The guess reaches the context's end and goes on from itself.
   EXPECT_EQ(lookup.guess(Ids{1, 2, 3, 4, 5, 1, 2, 3}, 8), (Ids{4, 5, 1, 2, 3, 4, 5, 1}));
   // The place stays while it is right, and is another one once it is not.
   EXPECT_EQ(lookup.guess(Ids{1, 2, 3, 4, 5, 1, 2, 3, 4}, 2), (Ids{5, 1}));
@@ -50,7 +50,7 @@ TEST(DraftLength, GrowsWithWhatIsRight) {
   EXPECT_EQ(length.next(cost), 1);
 }
 
-// Of a text whose guesses are all wrong, drafts cost one token in fifty and the first credit.
+// Drafts that are always wrong cost a text one token in fifty and the first credit.
 TEST(DraftLength, WrongGuessesCostLittle) {
   for (const double each : {0.05, 0.5, 0.9, 3.0}) {
     const auto cost = [&](int64_t count) {

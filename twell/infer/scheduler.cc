@@ -29,8 +29,8 @@ void check_log_probs(const std::optional<int64_t>& count) {
                 "log-probabilities are given of at most {} tokens, got {}", kMostLogProbs, *count);
 }
 
-// Of a step of one sequence: while the host takes a result and begins the next step, the device
-// waits (some 70 us of 900 us for a 2b model on an H200).
+// The share of a step of one sequence that the device waits, while the host takes a result and
+// begins the next step (some 70 us of 900 us for a 2b model on an H200).
 constexpr double kWait = 0.08;
 
 }  // namespace
@@ -572,7 +572,7 @@ bool Scheduler::waits_for_guesses() {
     double cost = 0.0;
     if (request->unknown == 0 || !grows(*request)) continue;
     if (guess(*request, rows, session_.draft_tokens(), cost).empty()) continue;
-    // What is guessed for the unknown token and turns out wrong costs the wait alone.
+    // A wrong guess for the unknown token costs the wait alone.
     request->draft_length.took(0, 0, static_cast<double>(rows) * kWait / session_.step_cost(rows));
     return true;
   }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <set>
 
@@ -205,34 +206,55 @@ ordered_json ordered_field(std::string_view body, const char* field) {
   return parse_ordered_json(body, "the body", {.depth = kMaxDepth})[field];
 }
 
-void parse_response_format(Fields& fields, std::string_view body, AnswerOptions& options) {
-  const json* value = fields.find("response_format");
-  if (value == nullptr) return;
-  Fields format(*value, "response_format");
+// A name, a schema and what is said about it. `name`: of the object.
+void check_named_schema(Fields& fields, const std::string& name) {
+  fields.text("name");
+  fields.text("description");
+  fields.flag("strict", false);
+  if (fields.find("schema") == nullptr) refuse(name + ".schema", "missing");
+}
+
+// A format of answers, whose object is `name` in messages. ordered: it with the client's order of
+// keys, called where there is a schema. nested: the schema stands in an object "json_schema", as in
+// chats, or in the format itself, as in responses.
+void parse_format(const json& value, const std::string& name, bool nested,
+                  const std::function<ordered_json()>& ordered, AnswerOptions& options) {
+  Fields format(value, name);
   const std::string type = format.text("type");
   const auto set = [&](GrammarText::Kind kind, std::string text) {
     options.grammar = GrammarText{kind, std::move(text)};
-    options.grammar_field = "response_format";
+    options.grammar_field = name;
   };
   if (type == "json_object") {
     set(GrammarText::Kind::kJson, "");
   } else if (type == "json_schema") {
-    const json* given = format.find("json_schema");
-    if (given == nullptr) refuse("response_format.json_schema", "missing");
-    Fields schema(*given, "response_format.json_schema");
-    schema.text("name");
-    schema.text("description");
-    schema.flag("strict", false);
-    if (schema.find("schema") == nullptr) refuse("response_format.json_schema.schema", "missing");
-    schema.finish();
-    set(GrammarText::Kind::kJsonSchema,
-        ordered_field(body, "response_format")["json_schema"]["schema"].dump());
+    ordered_json schema;
+    if (nested) {
+      const json* given = format.find("json_schema");
+      if (given == nullptr) refuse(name + ".json_schema", "missing");
+      Fields inner(*given, name + ".json_schema");
+      check_named_schema(inner, name + ".json_schema");
+      inner.finish();
+      schema = ordered()["json_schema"]["schema"];
+    } else {
+      check_named_schema(format, name);
+      schema = ordered()["schema"];
+    }
+    set(GrammarText::Kind::kJsonSchema, schema.dump());
   } else if (type != "text") {
     refuse(
-        "response_format.type",
+        name + ".type",
         fmt::format("expected \"text\", \"json_object\" or \"json_schema\", got {}", shown(type)));
   }
   format.finish();
+}
+
+void parse_response_format(Fields& fields, std::string_view body, AnswerOptions& options) {
+  const json* value = fields.find("response_format");
+  if (value == nullptr) return;
+  parse_format(
+      *value, "response_format", /*nested=*/true,
+      [&] { return ordered_field(body, "response_format"); }, options);
 }
 
 // What the answer is drawn by.
@@ -652,11 +674,17 @@ ResponseRequest parse_response(std::string_view body, int64_t most_sequences) {
     }
   }
   fields.flag("parallel_tool_calls", true);
+  ordered_json answer_format = {{"type", "text"}};
   if (const json* text = fields.find("text"); text != nullptr) {
     Fields inner(*text, "text");
-    inner.unsupported("format", json{{"type", "text"}}, "only {\"type\": \"text\"} is supported");
+    if (const json* format = inner.find("format"); format != nullptr) {
+      answer_format = ordered_field(body, "text")["format"];
+      parse_format(
+          *format, "text.format", /*nested=*/false, [&] { return answer_format; }, options);
+    }
     inner.text("verbosity");
     inner.finish();
+    check_grammar(options);
   }
   bool log_probs = false;
   if (const json* include = fields.find("include"); include != nullptr) {
@@ -684,7 +712,7 @@ ResponseRequest parse_response(std::string_view body, int64_t most_sequences) {
                {"metadata", metadata == nullptr ? ordered_json::object() : ordered_json(*metadata)},
                {"parallel_tool_calls", true},
                {"temperature", options.sampler.temperature},
-               {"text", {{"format", {{"type", "text"}}}}},
+               {"text", {{"format", std::move(answer_format)}}},
                {"tool_choice", "auto"},
                {"tools", ordered_json::array()},
                {"top_logprobs", top.value_or(0)},

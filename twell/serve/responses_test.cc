@@ -50,6 +50,26 @@ TEST(Responses, Fields) {
   EXPECT_EQ(settings["max_output_tokens"], 7);
 }
 
+// The schema stands in the format itself, in the client's order of keys.
+TEST(Responses, SchemasOfAnswers) {
+  const std::string schema = R"({"type":"object","properties":{"b":{},"a":{}}})";
+  const ResponseRequest request = request_of(
+      R"("input": "a", "text": {"format": {"type": "json_schema", "name": "n", "strict": true,
+         "schema": )" +
+      schema + "}}");
+  ASSERT_TRUE(request.options.grammar);
+  EXPECT_EQ(request.options.grammar->kind, GrammarText::Kind::kJsonSchema);
+  EXPECT_EQ(request.options.grammar->text, schema);
+  EXPECT_EQ(request.options.grammar_field, "text.format");
+  const auto settings = nlohmann::ordered_json::parse(request.settings_json);
+  EXPECT_EQ(settings["text"]["format"]["name"], "n");
+  EXPECT_EQ(settings["text"]["format"]["schema"].dump(), schema);
+  EXPECT_EQ(request_of(R"("input": "a", "text": {"format": {"type": "json_object"}})")
+                .options.grammar->kind,
+            GrammarText::Kind::kJson);
+  EXPECT_FALSE(request_of(R"("input": "a", "text": {"format": {"type": "text"}})").options.grammar);
+}
+
 TEST(Responses, RefusesByName) {
   const std::pair<const char*, const char*> cases[] = {
       {R"("store": true)", "store"},
@@ -60,7 +80,10 @@ TEST(Responses, RefusesByName) {
       {R"("n": 2)", "n"},
       {R"("include": ["reasoning.encrypted_content"])", "include"},
       {R"("reasoning": {"effort": "low"})", "reasoning"},
-      {R"("text": {"format": {"type": "xml"}})", "text.format"},
+      {R"("text": {"format": {"type": "xml"}})", "text.format.type"},
+      {R"("text": {"format": {"type": "json_schema", "name": "n"}})", "text.format.schema"},
+      {R"("text": {"format": {"type": "json_object", "x": 1}})", "text.format.x"},
+      {R"("text": {"format": {"type": "json_object"}}, "ignore_eos": true)", "ignore_eos"},
       {R"("tools": [{"type": "web_search"}])", "tools"},
       {R"("max_output_tokens": 0)", "max_output_tokens"},
       {R"("temprature": 1)", "temprature"}};

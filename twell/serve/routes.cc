@@ -655,6 +655,7 @@ HttpReply Routes::respond(const HttpRequest& http_request) {
   std::unique_ptr<Job> job = new_job(request.options);
   job->client = client_of(http_request);
   std::vector<int32_t> ids = encode(render(request.messages_json), false, "input");
+  compile_grammar(*job, options_.chat_stop_tokens);
   add_choices(*job, generation(std::move(ids), job->options,
                                job->options.max_tokens.value_or(session_.capacity()),
                                options_.chat_stop_tokens, "input"));

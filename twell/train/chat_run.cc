@@ -13,13 +13,11 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kGenerationFile = "generation_config.json";
-
 // Adds end tokens to those that generation_config.json names.
 void add_end_tokens(const std::set<int32_t>& tokens, TextFiles& files) {
   nlohmann::ordered_json config =
-      parse_ordered_json(files.at(kGenerationFile), kGenerationFile, {.keys = JsonKeys::kLast});
-  TWELL_REQUIRE(config.is_object(), "{} is no JSON object", kGenerationFile);
+      parse_ordered_json(files.at(kGenerationConfig), kGenerationConfig, {.keys = JsonKeys::kLast});
+  TWELL_REQUIRE(config.is_object(), "{} is no JSON object", kGenerationConfig);
   nlohmann::ordered_json ends = config.contains("eos_token_id") && !config["eos_token_id"].is_null()
                                     ? config["eos_token_id"]
                                     : nlohmann::ordered_json::array();
@@ -30,7 +28,7 @@ void add_end_tokens(const std::set<int32_t>& tokens, TextFiles& files) {
   if (ends.size() == 1) ends = nlohmann::ordered_json(ends.front());
   if (config.contains("eos_token_id") && config["eos_token_id"] == ends) return;
   config["eos_token_id"] = ends;
-  files[kGenerationFile] = config.dump(2) + "\n";
+  files[kGenerationConfig] = config.dump(2) + "\n";
 }
 
 }  // namespace

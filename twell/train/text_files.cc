@@ -13,7 +13,6 @@ using nlohmann::ordered_json;
 namespace {
 
 constexpr const char* kTokenizerConfig = "tokenizer_config.json";
-constexpr const char* kGenerationConfig = "generation_config.json";
 
 int32_t pad_token(const Tokenizer& tokenizer) {
   for (const char* name : {"<|pad|>", "<pad>", "[PAD]", "<|padding|>"}) {

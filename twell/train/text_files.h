@@ -12,6 +12,8 @@
 
 namespace twell {
 
+inline constexpr const char* kGenerationConfig = "generation_config.json";
+
 // The contents of files by their path in a checkpoint.
 using TextFiles = std::map<std::string, std::string>;
 

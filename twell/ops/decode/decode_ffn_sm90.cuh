@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "twell/gpu/half_pair.cuh"
 #include "twell/gpu/tagged.cuh"
 #include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/skinny/skinny_gemm.cuh"

@@ -22,6 +22,8 @@
 #include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 #include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
+#include "twell/ops/ffn_train/hybrid_chunk.cuh"
+#include "twell/ops/ffn_train/hybrid_keep.cuh"
 #include "twell/ops/ffn_train/hybrid_neurons.cuh"
 
 namespace twell::ffn_train {

@@ -2,6 +2,7 @@
 // Tiles of neurons of hybrid training (hybrid.cu): rank, neuron_unions, transpose.
 #pragma once
 
+#include "twell/ops/ffn_train/hybrid_chunk.cuh"
 #include "twell/ops/ffn_train/hybrid_keep.cuh"
 
 namespace twell::ffn_train {
