@@ -55,7 +55,6 @@ Dumped run_layer(const CommonOptions& common, const DumpArguments& arguments,
 #else
   use_cuda(common);  // throws for "cuda"
 #endif
-  TWELL_REQUIRE(!load.weights, "--weights {} needs a GPU", common.weights);
   Context ctx(common.threads);
   const std::shared_ptr<const ModelView> model = map_model(ctx, common.checkpoint, load);
   return {dump_layer(ctx, *model, ids, arguments.layer, policy),
