@@ -23,9 +23,12 @@ DeviceBuffer<T> upload(const std::vector<T>& values) {
   return buffer;
 }
 
+// Waits for the work of every stream of the device first: the copy alone waits for none of a
+// CudaStream's, so that it could read what a kernel has yet to write.
 template <typename T>
 std::vector<T> download(const DeviceBuffer<T>& buffer) {
   std::vector<T> values(static_cast<size_t>(buffer.size()));
+  TWELL_CUDA_CHECK(cudaDeviceSynchronize());
   TWELL_CUDA_CHECK(
       cudaMemcpy(values.data(), buffer.data(), values.size() * sizeof(T), cudaMemcpyDeviceToHost));
   return values;

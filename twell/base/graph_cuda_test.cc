@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Captured graphs: exceptions during a capture, and the stream afterwards.
+// Captured graphs: exceptions during a capture, and the stream afterwards. The tests' own copies.
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "twell/base/cuda_gtest.h"
 
@@ -38,6 +40,16 @@ TEST(CudaGraph, AnExceptionEndsTheCapture) {
   stream.synchronize();
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   EXPECT_EQ(download(value), std::vector<int32_t>{-1});
+}
+
+// What a test compares is what its stream's kernels wrote, however late they run.
+TEST(CudaTesting, DownloadWaitsForStreams) {
+  TWELL_GPU_TEST();
+  const auto value = upload(std::vector<int32_t>{1});
+  const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+  TWELL_CUDA_CHECK(cudaLaunchHostFunc(stream.get(), sleep, nullptr));
+  TWELL_CUDA_CHECK(cudaMemsetAsync(value.data(), 0, sizeof(int32_t), stream.get()));
+  EXPECT_EQ(download(value), std::vector<int32_t>{0});
 }
 
 }  // namespace
