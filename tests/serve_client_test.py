@@ -12,6 +12,7 @@ import pathlib
 import random
 import re
 import resource
+import select
 import shutil
 import socket
 import subprocess
@@ -306,6 +307,23 @@ class ServeTest(unittest.TestCase):
             for got, want in zip(first.token_logprobs, free.token_logprobs[-len(first.tokens) + 1:]):
                 self.assertAlmostEqual(got, want, places=3)
 
+    def test_a_slow_grammar_holds_nobody(self):
+        """One that takes long to compile, and behind it more than the server has threads for requests."""
+        slow = "root ::= " + " | ".join(f'([a-z] | "b"? [c-x])* "{i}"' for i in range(400))
+        self.wait_until_idle()
+        waiting = []
+        for i, grammar in enumerate([slow] + [f'root ::= "{i}"' for i in range(9)]):
+            waiting.append(Connection(self.served, 60))
+            self.addCleanup(waiting[-1].close)
+            waiting[-1].send(request_bytes("POST", "/v1/completions", {
+                "prompt": "a", "max_tokens": 3, "stream": i % 2 == 1, "grammar": grammar}))
+        self.assertEqual(self.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0], 200)
+        answered, _, _ = select.select([one.socket for one in waiting], [], [], 0)
+        self.assertEqual(answered, [])
+        for one in waiting:
+            status, _, text = one.reply()
+            self.assertEqual(status, 200, text)
+
     def test_tools(self):
         tools = [tool("look", {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}),
                  tool("say", {"type": "object", "properties": {"t": {"enum": ["a", "b"]}}, "required": ["t"]})]
@@ -344,6 +362,48 @@ class ServeTest(unittest.TestCase):
         self.assertIn(f"<tool_call>{call.function.name}", text)
         self.assertIn("t:7\n", text)
         self.assertIn(ask(1, max_tokens=4).choices[0].finish_reason, ("length", "stop"))
+
+    def test_tools_in_responses(self):
+        tools = [{"type": "function", "name": name, "strict": False, "parameters": {
+            "type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}} for name in ("look", "say")]
+        history = [{"role": "user", "content": "a"}]
+
+        def ask(seed, **options):
+            return self.openai.responses.create(**{
+                "model": "model", "input": history, "tools": tools, "tool_choice": "required",
+                "parallel_tool_calls": False, "extra_body": {"seed": seed}, **options})
+
+        whole = next(found for found in map(ask, range(40)) if found.status == "completed")
+        [call] = whole.output
+        self.assertEqual((call.type, call.status), ("function_call", "completed"))
+        self.assertIn(call.name, ("look", "say"))
+        self.assertIn(json.loads(call.arguments), ({"n": 1}, {"n": 22}))
+        named = ask(1, tool_choice={"type": "function", "name": "say"})
+        self.assertEqual({item.name for item in named.output if item.type == "function_call"} - {"say"}, set())
+        self.assertEqual(named.tool_choice.name, "say")
+        for seed in range(40):
+            with self.openai.responses.stream(model="model", input=history, tools=tools, tool_choice="required",
+                                              parallel_tool_calls=False, extra_body={"seed": seed}) as stream:
+                events = list(stream)
+                last = stream.get_final_response()
+            if last.status == "completed":
+                break
+        types = [event.type for event in events]
+        self.assertEqual(types[:3], ["response.created", "response.in_progress", "response.output_item.added"])
+        self.assertEqual(set(types[3:-3]), {"response.function_call_arguments.delta"})
+        self.assertEqual(types[-3:], ["response.function_call_arguments.done", "response.output_item.done",
+                                      "response.completed"])
+        self.assertEqual("".join(event.delta for event in events[3:-3]), last.output[0].arguments)
+        self.assertEqual(events[-3].arguments, last.output[0].arguments)
+        # The call goes back as it came, with its result.
+        history += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "7"}]
+        again = ask(1, tool_choice="none", max_output_tokens=4)
+        self.assertEqual(again.output[0].type, "message")
+        chat = self.openai.chat.completions.create(model="model", max_tokens=4, messages=[
+            history[0], {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": {
+                "name": call.name, "arguments": call.arguments}}]},
+            {"role": "tool", "tool_call_id": call.call_id, "content": "7"}])
+        self.assertEqual(again.usage.input_tokens, chat.usage.prompt_tokens)
 
     def test_biases(self):
         plain = self.openai.completions.create(model="model", prompt="The cork", max_tokens=8,

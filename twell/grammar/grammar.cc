@@ -51,7 +51,7 @@ namespace {
 // Blanks in a row between the parts of a JSON text: enough for the indentation of deep objects, and
 // a model that has begun to write blanks comes to an end.
 constexpr int kMostBlanks = 32;
-constexpr std::chrono::seconds kGoodbye{5};  // for grammars that took too long
+constexpr std::chrono::seconds kGoodbye{5};  // for grammars that are still being compiled
 constexpr int64_t kMostNesting =
     64;  // of brackets in a grammar, which the library parses recursively
 
@@ -146,25 +146,97 @@ std::unique_ptr<TokenFilter> Grammar::filter(std::span<const int32_t> end_tokens
 }
 int64_t Grammar::bytes() const { return static_cast<int64_t>(impl_->compiled.MemorySizeBytes()); }
 
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Somebody who waits for a grammar. An order may end while it is told, hence a recursive mutex.
+struct GrammarWaiter {
+  std::recursive_mutex mutex;
+  bool waits = false;
+  std::function<void()> ready;
+
+  void tell() {
+    const std::lock_guard lock(mutex);
+    if (waits) ready();
+  }
+};
+
+struct GrammarJob {
+  GrammarText text;
+  Clock::time_point deadline;
+  bool done = false, given_up = false, busy = false;
+  std::optional<Grammar> grammar;  // or
+  std::string refusal;             // why there is none
+  std::vector<std::shared_ptr<GrammarWaiter>> waiters;
+};
+
+// Shared with the threads and the orders, which may outlive the compiler.
+struct GrammarState {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::shared_ptr<GrammarJob>> waiting;
+  std::shared_ptr<GrammarJob> running;
+  std::map<GrammarText, std::shared_ptr<GrammarJob>> jobs;  // waiting, running, or cached
+  std::list<GrammarText> recent;                            // that are cached, the last used first
+  int64_t cached_bytes = 0;
+  int64_t given_up = 0;  // jobs that still run
+  bool ends = false;
+
+  // The lock is held.
+  void finish(GrammarJob& job) {
+    job.done = true;
+    for (const auto& waiter : job.waiters) waiter->tell();
+    job.waiters.clear();
+    changed.notify_all();
+  }
+};
+
+}  // namespace
+
+struct GrammarOrder::Impl {
+  std::shared_ptr<GrammarState> state;
+  std::shared_ptr<GrammarJob> job;
+  std::shared_ptr<GrammarWaiter> waiter = std::make_shared<GrammarWaiter>();
+
+  Impl(std::shared_ptr<GrammarState> state_in, std::shared_ptr<GrammarJob> job_in)
+      : state(std::move(state_in)), job(std::move(job_in)) {}
+  ~Impl() {
+    const std::lock_guard lock(waiter->mutex);
+    waiter->waits = false;
+  }
+};
+
+GrammarOrder::GrammarOrder(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+GrammarOrder::~GrammarOrder() = default;
+GrammarOrder::GrammarOrder(GrammarOrder&&) noexcept = default;
+
+bool GrammarOrder::is_ready() const {
+  const std::lock_guard lock(impl_->state->mutex);
+  return impl_->job->done;
+}
+
+void GrammarOrder::notify(std::function<void()> ready) {
+  const std::lock_guard lock(impl_->state->mutex);
+  if (impl_->job->done) return ready();
+  impl_->waiter->ready = std::move(ready);
+  impl_->waiter->waits = true;
+  impl_->job->waiters.push_back(impl_->waiter);
+}
+
+Grammar GrammarOrder::get() {
+  std::unique_lock lock(impl_->state->mutex);
+  const GrammarJob& job = *impl_->job;
+  impl_->state->changed.wait(lock, [&] { return job.done; });
+  if (job.busy) throw GrammarBusy("other grammars are being compiled; try again later");
+  TWELL_REQUIRE(job.grammar, "the grammar is refused: {}", job.refusal);
+  return *job.grammar;
+}
+
 // One thread compiles. It is left alone with a grammar that takes too long, and another takes over.
 struct GrammarCompiler::Impl {
-  struct Job {
-    GrammarText text;
-    bool running = false, done = false, given_up = false;
-    std::optional<Grammar> grammar;  // or
-    std::string refusal;             // why there is none
-  };
-  // Shared with the threads, which may outlive the compiler.
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<std::shared_ptr<Job>> waiting;
-    std::map<GrammarText, std::shared_ptr<Job>> jobs;  // waiting, running, or cached
-    std::list<GrammarText> recent;                     // that are cached, the last used first
-    int64_t cached_bytes = 0;
-    int64_t given_up = 0;  // jobs that still run
-    bool ends = false;
-  };
+  using Job = GrammarJob;
+  using State = GrammarState;
   static constexpr int64_t kMostGivenUp = 2;
   static constexpr size_t kMostWaiting = 16;
 
@@ -175,7 +247,8 @@ struct GrammarCompiler::Impl {
   const GrammarOptions options;
   std::shared_ptr<State> state = std::make_shared<State>();
   std::shared_ptr<xgrammar::GrammarCompiler> library;  // made with the first grammar
-  std::thread worker;
+  std::thread worker;                                  // compiles
+  std::thread watchman;                                // gives up what takes too long
 
   std::vector<std::string> vocabulary() const {
     std::vector<std::string> tokens;
@@ -259,7 +332,7 @@ struct GrammarCompiler::Impl {
         if (state->ends) return;
         const std::shared_ptr<Job> job = std::move(state->waiting.front());
         state->waiting.pop_front();
-        job->running = true;
+        state->running = job;
         // The result goes into a job of this thread's own; what others see is set under the lock.
         Job own{.text = job->text};
         lock.unlock();
@@ -270,66 +343,86 @@ struct GrammarCompiler::Impl {
           state->changed.notify_all();
           return;
         }
+        state->running.reset();
         job->grammar = std::move(own.grammar);
         job->refusal = std::move(own.refusal);
-        job->done = true;
         state->recent.push_front(job->text);
         if (job->grammar) state->cached_bytes += job->grammar->bytes();
-        state->changed.notify_all();
+        state->finish(*job);
       }
     });
   }
 
-  Grammar compile(const GrammarText& text) {
+  void start_watchman() {
+    watchman = std::thread([this] {
+      State& s = *state;
+      std::unique_lock lock(s.mutex);
+      while (!s.ends) {
+        keep_within_limits();
+        std::shared_ptr<Job> first;  // whose time is over first
+        for (const auto& [text, job] : s.jobs) {
+          if (!job->done && (!first || job->deadline < first->deadline)) first = job;
+        }
+        if (!first) {
+          s.changed.wait(lock);
+        } else if (Clock::now() < first->deadline) {
+          s.changed.wait_until(lock, first->deadline);
+        } else {
+          give_up(first);
+        }
+      }
+    });
+  }
+
+  GrammarOrder order(const GrammarText& text) {
     TWELL_REQUIRE(text.text.size() <= options.most_text_bytes,
                   "a grammar of {} bytes; at most {} are taken", text.text.size(),
                   options.most_text_bytes);
     State& s = *state;
-    std::unique_lock lock(s.mutex);
-    std::shared_ptr<Job> job;
+    const std::lock_guard lock(s.mutex);
     if (const auto found = s.jobs.find(text); found != s.jobs.end()) {
-      job = found->second;
+      const std::shared_ptr<Job> job = found->second;
       if (job->done) {
         s.recent.erase(std::ranges::find(s.recent, text));
         s.recent.push_front(text);
       }
-    } else {
-      if (s.waiting.size() >= kMostWaiting || s.given_up > kMostGivenUp) {
-        throw GrammarBusy("other grammars are being compiled; try again later");
-      }
-      if (!library) make_library();
-      if (!worker.joinable()) start_worker();
-      job = std::make_shared<Job>(Job{.text = text});
-      s.jobs.emplace(text, job);
-      s.waiting.push_back(job);
-      s.changed.notify_all();
+      return GrammarOrder(std::make_unique<GrammarOrder::Impl>(state, job));
     }
-    const auto deadline = std::chrono::steady_clock::now() + options.most_time;
-    const bool in_time = s.changed.wait_until(lock, deadline, [&] { return job->done; });
-    if (!in_time) give_up(*job);
-    keep_within_limits();
-    TWELL_REQUIRE(job->grammar, "the grammar is refused: {}", job->refusal);
-    return *job->grammar;
+    if (s.waiting.size() >= kMostWaiting || s.given_up > kMostGivenUp) {
+      throw GrammarBusy("other grammars are being compiled; try again later");
+    }
+    if (!library) make_library();
+    if (!worker.joinable()) start_worker();
+    if (!watchman.joinable()) start_watchman();
+    auto job =
+        std::make_shared<Job>(Job{.text = text, .deadline = Clock::now() + options.most_time});
+    s.jobs.emplace(text, job);
+    s.waiting.push_back(job);
+    s.changed.notify_all();
+    return GrammarOrder(std::make_unique<GrammarOrder::Impl>(state, std::move(job)));
   }
 
   // The lock is held.
-  void give_up(Job& job) {
+  void give_up(const std::shared_ptr<Job>& job) {
     State& s = *state;
-    if (!job.running) {
-      std::erase_if(s.waiting, [&](const auto& one) { return one.get() == &job; });
-      s.jobs.erase(job.text);
-      throw GrammarBusy("other grammars are being compiled; try again later");
+    if (job != s.running) {
+      std::erase(s.waiting, job);
+      s.jobs.erase(job->text);
+      job->busy = true;
+      return s.finish(*job);
     }
-    if (!job.given_up) {
-      job.given_up = job.done = true;
-      job.refusal = fmt::format("it takes more than {} s to compile",
-                                static_cast<double>(options.most_time.count()) / 1000.0);
-      ++s.given_up;
-      s.recent.push_front(job.text);
-      worker.detach();
-      start_worker();
-      s.changed.notify_all();
-    }
+    leave_running();
+    job->refusal = fmt::format("it takes more than {} s to compile",
+                               static_cast<double>(options.most_time.count()) / 1000.0);
+    s.recent.push_front(job->text);
+    start_worker();
+    s.finish(*job);
+  }
+  // Leaves the thread alone with what it compiles. The lock is held.
+  void leave_running() {
+    std::exchange(state->running, nullptr)->given_up = true;
+    ++state->given_up;
+    worker.detach();
   }
 };
 
@@ -341,12 +434,15 @@ GrammarCompiler::~GrammarCompiler() {
     std::unique_lock lock(impl_->state->mutex);
     impl_->state->ends = true;
     impl_->state->changed.notify_all();
-    impl_->state->changed.wait_for(lock, kGoodbye, [&] { return impl_->state->given_up == 0; });
+    impl_->state->changed.wait_for(
+        lock, kGoodbye, [&] { return impl_->state->given_up == 0 && !impl_->state->running; });
+    if (impl_->state->running) impl_->leave_running();
   }
+  if (impl_->watchman.joinable()) impl_->watchman.join();
   if (impl_->worker.joinable()) impl_->worker.join();
 }
 
-Grammar GrammarCompiler::compile(const GrammarText& text) { return impl_->compile(text); }
+GrammarOrder GrammarCompiler::order(const GrammarText& text) { return impl_->order(text); }
 bool GrammarCompiler::available() { return true; }
 
 }  // namespace twell
@@ -359,10 +455,18 @@ struct Grammar::Impl {};
 std::unique_ptr<TokenFilter> Grammar::filter(std::span<const int32_t>) const { return nullptr; }
 int64_t Grammar::bytes() const { return 0; }
 
+struct GrammarOrder::Impl {};
+GrammarOrder::GrammarOrder(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+GrammarOrder::~GrammarOrder() = default;
+GrammarOrder::GrammarOrder(GrammarOrder&&) noexcept = default;
+bool GrammarOrder::is_ready() const { return true; }
+void GrammarOrder::notify(std::function<void()> ready) { ready(); }
+Grammar GrammarOrder::get() { return Grammar(nullptr); }
+
 struct GrammarCompiler::Impl {};
 GrammarCompiler::GrammarCompiler(const Tokenizer&, GrammarOptions) {}
 GrammarCompiler::~GrammarCompiler() = default;
-Grammar GrammarCompiler::compile(const GrammarText&) {
+GrammarOrder GrammarCompiler::order(const GrammarText&) {
   throw InputError(
       "this build has no grammars: run scripts/setup.sh, which fetches XGrammar, and build again");
 }

@@ -13,6 +13,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -59,6 +60,25 @@ class Grammar {
   std::shared_ptr<const Impl> impl_;
 };
 
+// A grammar that was asked for and is being compiled, or is there. Used by one thread at a time.
+class GrammarOrder {
+ public:
+  struct Impl;
+  explicit GrammarOrder(std::unique_ptr<Impl> impl);
+  ~GrammarOrder();  // from here on `ready` is not called
+  GrammarOrder(GrammarOrder&&) noexcept;
+
+  bool is_ready() const;
+  // Calls `ready` on any thread when the result is there, at once if it is. Called once.
+  void notify(std::function<void()> ready);
+  // Waits for the result. InputError with the reason for a grammar that is refused, also one that
+  // takes too long. GrammarBusy when others are being compiled for too long.
+  Grammar get();
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
 struct GrammarOptions {
   // Tokens that end a text. They are never part of one, even if their bytes would fit.
   std::vector<int32_t> end_tokens;
@@ -66,7 +86,7 @@ struct GrammarOptions {
   // are not.
   std::vector<std::string> marks;
   size_t most_text_bytes = 256 << 10;
-  std::chrono::milliseconds most_time{10000};  // that compile() waits
+  std::chrono::milliseconds most_time{10000};  // from an order to its result
   int64_t most_cached_bytes = int64_t{256} << 20;
   size_t most_cached = 64;
 };
@@ -75,13 +95,13 @@ struct GrammarOptions {
 class GrammarCompiler {
  public:
   GrammarCompiler(const Tokenizer& tokenizer, GrammarOptions options);
-  ~GrammarCompiler();  // waits for the grammar being compiled, of one given up for 5 s at most
+  ~GrammarCompiler();  // waits for grammars being compiled, for 5 s at most
   GrammarCompiler(const GrammarCompiler&) = delete;
   GrammarCompiler& operator=(const GrammarCompiler&) = delete;
 
-  // InputError with the reason for a grammar that is refused, also one that takes too long.
-  // GrammarBusy when others are being compiled for too long.
-  Grammar compile(const GrammarText& text);
+  // Returns at once. InputError for a text that is too long, GrammarBusy when too many wait.
+  GrammarOrder order(const GrammarText& text);
+  Grammar compile(const GrammarText& text) { return order(text).get(); }
 
   static bool available();  // false: every grammar is refused
 

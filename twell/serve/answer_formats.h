@@ -2,12 +2,9 @@
 // The answers of both kinds of completions in OpenAI's form, as a whole or in chunks.
 #pragma once
 
-#include <fmt/core.h>
-
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,7 +26,6 @@ class Format {
   virtual nlohmann::ordered_json choice(size_t sequence) = 0;
   virtual const char* object(bool chunk) const = 0;
   virtual const char* id_prefix() const = 0;
-  virtual const char* path() const = 0;
 };
 
 // What a choice collects.
@@ -92,7 +88,6 @@ class CompletionFormat final : public Format {
   }
   const char* object(bool) const override { return "text_completion"; }
   const char* id_prefix() const override { return "cmpl"; }
-  const char* path() const override { return "/v1/completions"; }
 
  private:
   bool log_probs_;
@@ -108,9 +103,10 @@ class ChatFormat final : public Format {
              const ToolCallReader* tools = nullptr)
       : tokenizer_(tokenizer),
         log_probs_(log_probs),
-        short_ids_(tools != nullptr && tools->short_ids()),
         collected_(static_cast<size_t>(choices), Collected(tokenizer)) {
-    if (tools != nullptr) calls_.assign(static_cast<size_t>(choices), Calls{*tools, {}});
+    if (tools == nullptr) return;
+    calls_.assign(static_cast<size_t>(choices), Calls{*tools, {}});
+    ids_.emplace(tools->form());
   }
 
   nlohmann::ordered_json delta(const AnswerEvent& event) override {
@@ -127,7 +123,7 @@ class ChatFormat final : public Format {
     for (const ToolCallPiece& piece : pieces) {
       nlohmann::ordered_json call = {{"index", piece.call}};
       if (!piece.name.empty()) {
-        call["id"] = id_of(event.sequence, piece.call);
+        call["id"] = ids_->id(event.sequence, piece.call);
         call["type"] = "function";
         call["function"]["name"] = piece.name;
       }
@@ -157,7 +153,7 @@ class ChatFormat final : public Format {
       if (collected.text.empty()) message["content"] = nullptr;
       for (const ToolCallPiece& call : calls_[sequence].whole) {
         message["tool_calls"].push_back(
-            {{"id", id_of(sequence, call.call)},
+            {{"id", ids_->id(sequence, call.call)},
              {"type", "function"},
              {"function", {{"name", call.name}, {"arguments", call.arguments}}}});
       }
@@ -171,7 +167,6 @@ class ChatFormat final : public Format {
     return chunk ? "chat.completion.chunk" : "chat.completion";
   }
   const char* id_prefix() const override { return "chatcmpl"; }
-  const char* path() const override { return "/v1/chat/completions"; }
 
  private:
   struct Calls {
@@ -199,12 +194,6 @@ class ChatFormat final : public Format {
   bool has_calls(size_t sequence) const {
     return !calls_.empty() && calls_[sequence].reader.calls() > 0;
   }
-  // Templates of Mistral take ids of nine letters and digits.
-  std::string id_of(size_t sequence, int64_t call) const {
-    const uint64_t number = calls_id_ + (uint64_t{sequence} << 12) + static_cast<uint64_t>(call);
-    return short_ids_ ? fmt::format("{:09x}", number & 0xfffffffff)
-                      : fmt::format("call_{:024x}", number);
-  }
   nlohmann::ordered_json take_log_probs(Collected& collected) const {
     if (!log_probs_) return nullptr;
     return {{"content", std::exchange(collected.chat_log_probs, nlohmann::ordered_json::array())}};
@@ -212,10 +201,9 @@ class ChatFormat final : public Format {
 
   const Tokenizer& tokenizer_;
   bool log_probs_;
-  bool short_ids_;
-  uint64_t calls_id_ = (uint64_t{std::random_device()()} << 32) | std::random_device()();
   std::vector<Collected> collected_;
   std::vector<Calls> calls_;  // of each choice; empty: they have none
+  std::optional<ToolCallIds> ids_;
 };
 
 }  // namespace twell

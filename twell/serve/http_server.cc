@@ -579,7 +579,7 @@ class Connection final : public std::enable_shared_from_this<Connection> {
         self->working_ = false;
         if (!self->later_ || !*shared) return;
         self->later_.reset();
-        self->send(std::move(**shared), Last::kNo);
+        self->answer(std::move(**shared));
       }));
     });
   }

@@ -74,7 +74,7 @@ class HttpStream : public HttpPending {
   virtual State next(std::string& piece) = 0;
 };
 
-// A reply that becomes known as a whole.
+// A reply that becomes known as a whole. What it becomes may be a stream, or come later again.
 class HttpLater : public HttpPending {
  public:
   // Nothing while it is not known. Called by one thread at a time.

@@ -92,6 +92,14 @@ struct Never final : HttpLater {
   std::atomic<int>& live;
 };
 
+// Becomes another reply.
+struct Becomes final : HttpLater {
+  explicit Becomes(HttpReply next_in) : next(std::move(next_in)) {}
+  void notify(std::function<void()> ready) override { ready(); }
+  std::optional<HttpReply> reply() override { return next; }
+  HttpReply next;
+};
+
 class HttpServerTest : public testing::Test {
  protected:
   explicit HttpServerTest(const HttpLimits& limits = {.connections = 4, .write = seconds(60)})
@@ -122,6 +130,11 @@ class HttpServerTest : public testing::Test {
     });
     server_.get("/never", [this](const HttpRequest&) {
       return HttpReply{.later = std::make_shared<Never>(live_)};
+    });
+    server_.get("/chain", [](const HttpRequest&) {
+      HttpReply reply{.stream = std::make_shared<Counting>()};
+      for (int i = 0; i < 2; ++i) reply = {.later = std::make_shared<Becomes>(std::move(reply))};
+      return reply;
     });
     server_.post("/echo", [](const HttpRequest& request) {
       if (request.body == "throw") throw std::bad_alloc();
@@ -272,6 +285,15 @@ TEST_F(HttpServerTest, Encodings) {
   MemoryBudget::Share share(memory_);
   EXPECT_EQ(decode_body("gzip", 1 << 20, share, body), Decoded::kGood);
   EXPECT_EQ(body, std::string(100000, 'l'));
+}
+
+TEST_F(HttpServerTest, AReplyThatComesLaterMayBecomeAStream) {
+  run();
+  const TestClient client(port_);
+  client.send(get("/chain") + get("/good"));
+  const std::string all = client.receive_until("good");
+  EXPECT_EQ(replies_in(all), 2u);
+  EXPECT_NE(all.find("piece 3;"), std::string::npos) << all;
 }
 
 TEST_F(HttpServerTest, Expectations) {

@@ -351,7 +351,22 @@ void parse_prompts(Fields& fields, CompletionRequest& request) {
   }
 }
 
-// "tool_calls" of a message: their arguments as objects, which templates write as JSON.
+// A call in a message's "tool_calls"; its arguments as an object, which templates write as JSON.
+ordered_json call_of(const std::string& id, const std::string& name, const std::string& text) {
+  ordered_json arguments = ordered_json::object();
+  try {
+    if (!text.empty()) arguments = parse_ordered_json(text, "arguments", {.depth = kMaxDepth});
+  } catch (const InputError&) {
+    arguments = text;  // what a model wrote
+  }
+  ordered_json call = ordered_json::object();
+  if (!id.empty()) call["id"] = id;
+  call["type"] = "function";
+  call["function"] = {{"name", name}, {"arguments", std::move(arguments)}};
+  return call;
+}
+
+// "tool_calls" of a message.
 ordered_json normalized_calls(const json& value, const std::string& name) {
   if (!value.is_array()) refuse(name, "expected a list, got " + shown(value));
   ordered_json out = ordered_json::array();
@@ -365,21 +380,11 @@ ordered_json normalized_calls(const json& value, const std::string& name) {
     Fields function(*given, at + ".function");
     const std::string called = function.text("name");
     if (called.empty()) refuse(at + ".function.name", "missing");
-    const std::string text = function.text("arguments");
-    ordered_json arguments = ordered_json::object();
-    try {
-      if (!text.empty()) arguments = parse_ordered_json(text, at, {.depth = kMaxDepth});
-    } catch (const InputError&) {
-      arguments = text;  // what a model wrote
-    }
+    const std::string arguments = function.text("arguments");
     function.finish();
     call.unsupported("index", static_cast<int64_t>(i), "not in order");
     call.finish();
-    ordered_json one = ordered_json::object();
-    if (!id.empty()) one["id"] = id;
-    one["type"] = "function";
-    one["function"] = {{"name", called}, {"arguments", std::move(arguments)}};
-    out.push_back(std::move(one));
+    out.push_back(call_of(id, called, arguments));
   }
   return out;
 }
@@ -392,7 +397,57 @@ bool is_tool_name(const std::string& name) {
   return !name.empty() && name.size() <= kMostToolName && std::ranges::all_of(name, fits);
 }
 
-void parse_tools(Fields& fields, std::string_view body, ChatRequest& request) {
+// A tool that may be called. nested: its function stands in an object "function", as in chats, or
+// in the tool itself, as in responses. ordered: the tool with the client's order of keys.
+Tool parse_tool(const json& value, const std::string& at, bool nested,
+                const ordered_json& ordered) {
+  Fields outer(value, at);
+  if (outer.text("type") != "function") refuse(at + ".type", "only \"function\" is supported");
+  const json* given = nested ? outer.find("function") : &value;
+  if (given == nullptr) refuse(at + ".function", "missing");
+  const std::string name = nested ? at + ".function" : at;
+  Fields function(*given, name);
+  if (!nested) function.find("type");
+  Tool tool{.name = function.text("name"), .strict = function.flag("strict", false)};
+  if (!is_tool_name(tool.name)) {
+    refuse(name + ".name",
+           fmt::format("expected 1 to {} letters, digits, \"_\", \"-\" or \".\", got {}",
+                       kMostToolName, shown(tool.name)));
+  }
+  function.text("description");
+  if (const json* schema = function.find("parameters"); schema != nullptr) {
+    if (!schema->is_object()) refuse(name + ".parameters", "expected a JSON schema");
+    tool.parameters = (nested ? ordered["function"] : ordered)["parameters"].dump();
+  }
+  function.finish();
+  if (nested) outer.finish();
+  return tool;
+}
+
+// The name in a "tool_choice" that is an object; nested as above.
+std::string parse_named_choice(const json& choice, bool nested, std::string& field) {
+  Fields named(choice, "tool_choice");
+  if (named.text("type") != "function") {
+    refuse("tool_choice.type", "only \"function\" is supported");
+  }
+  std::string name;
+  if (nested) {
+    const json* function = named.find("function");
+    if (function == nullptr) refuse("tool_choice.function", "missing");
+    Fields inner(*function, "tool_choice.function");
+    name = inner.text("name");
+    inner.finish();
+    field = "tool_choice.function.name";
+  } else {
+    name = named.text("name");
+    field = "tool_choice.name";
+  }
+  named.finish();
+  return name;
+}
+
+// Tools and the choice among them; nested as above.
+void parse_tools(Fields& fields, std::string_view body, bool nested, ChatRequest& request) {
   const json* value = fields.find("tools");
   const json* choice = fields.find("tool_choice");
   request.calls.parallel = fields.flag("parallel_tool_calls", true);
@@ -407,43 +462,27 @@ void parse_tools(Fields& fields, std::string_view body, ChatRequest& request) {
   if (!value->is_array()) refuse("tools", "expected a list, got " + shown(*value));
   if (value->size() > kMostTools) refuse("tools", fmt::format("more than {} tools", kMostTools));
   const ordered_json ordered = ordered_field(body, "tools");
+  ordered_json shown_tools = ordered_json::array();  // to the template
   std::set<std::string> names;
   for (size_t i = 0; i < value->size(); ++i) {
     const std::string at = fmt::format("tools[{}]", i);
-    Fields tool((*value)[i], at);
-    if (tool.text("type") != "function") refuse(at + ".type", "only \"function\" is supported");
-    const json* given = tool.find("function");
-    if (given == nullptr) refuse(at + ".function", "missing");
-    Fields function(*given, at + ".function");
-    Tool one{.name = function.text("name"), .strict = function.flag("strict", false)};
-    if (!is_tool_name(one.name)) {
-      refuse(at + ".function.name",
-             fmt::format("expected 1 to {} letters, digits, \"_\", \"-\" or \".\", got {}",
-                         kMostToolName, shown(one.name)));
+    Tool tool = parse_tool((*value)[i], at, nested, ordered[i]);
+    if (!names.insert(tool.name).second) {
+      refuse(at + (nested ? ".function.name" : ".name"), "there are two of the name");
     }
-    if (!names.insert(one.name).second) refuse(at + ".function.name", "there are two of the name");
-    function.text("description");
-    if (const json* schema = function.find("parameters"); schema != nullptr) {
-      if (!schema->is_object()) refuse(at + ".function.parameters", "expected a JSON schema");
-      one.parameters = ordered[i]["function"]["parameters"].dump();
+    if (nested) {
+      shown_tools.push_back(ordered[i]);
+    } else {
+      ordered_json function = ordered[i];
+      function.erase("type");
+      shown_tools.push_back({{"type", "function"}, {"function", std::move(function)}});
     }
-    function.finish();
-    tool.finish();
-    request.tools.push_back(std::move(one));
+    request.tools.push_back(std::move(tool));
   }
   if (choice != nullptr && choice->is_object()) {
-    Fields named(*choice, "tool_choice");
-    if (named.text("type") != "function")
-      refuse("tool_choice.type", "only \"function\" is supported");
-    const json* function = named.find("function");
-    if (function == nullptr) refuse("tool_choice.function", "missing");
-    Fields inner(*function, "tool_choice.function");
-    const std::string name = inner.text("name");
-    inner.finish();
-    named.finish();
-    if (!names.contains(name)) {
-      refuse("tool_choice.function.name", "there is no tool " + shown(name));
-    }
+    std::string field;
+    const std::string name = parse_named_choice(*choice, nested, field);
+    if (!names.contains(name)) refuse(field, "there is no tool " + shown(name));
     std::erase_if(request.tools, [&](const Tool& tool) { return tool.name != name; });
     request.calls.choice = ToolChoice::kRequired;
     request.calls.parallel = false;
@@ -462,7 +501,7 @@ void parse_tools(Fields& fields, std::string_view body, ChatRequest& request) {
   if (request.options.grammar && request.calls.choice == ToolChoice::kRequired) {
     refuse("tool_choice", fmt::format("does not go with \"{}\"", request.options.grammar_field));
   }
-  request.tools_json = ordered.dump();
+  request.tools_json = shown_tools.dump();
 }
 
 // Messages with their contents as texts. Parts of a content that are texts are joined.
@@ -582,7 +621,7 @@ ChatRequest parse_chat(std::string_view body, int64_t most_sequences) {
   if (top && !log_probs) refuse("top_logprobs", "goes with \"logprobs\": true only");
   if (log_probs) options.log_probs = top.value_or(0);
   parse_grammar(fields, body, options);
-  parse_tools(fields, body, request);
+  parse_tools(fields, body, /*nested=*/true, request);
   check_grammar(options);
   fields.unsupported("functions", json::array(), "not supported; use \"tools\"");
   fields.unsupported("function_call", "none", "not supported; use \"tool_choice\"");
@@ -614,6 +653,26 @@ std::string text_of_parts(const json* given, const std::string& name) {
   return text;
 }
 
+// Adds a call, which stands in an assistant's message with the calls and the text in front of it,
+// or its result to the messages.
+void add_call_item(Fields& item, const std::string& name, bool is_call, ordered_json& messages) {
+  const std::string id = item.text("call_id");
+  if (id.empty()) refuse(name + ".call_id", "missing");
+  if (is_call) {
+    const std::string called = item.text("name");
+    if (called.empty()) refuse(name + ".name", "missing");
+    if (messages.empty() || messages.back()["role"] != "assistant") {
+      messages.push_back({{"role", "assistant"}, {"content", ""}});
+    }
+    messages.back()["tool_calls"].push_back(call_of(id, called, item.text("arguments")));
+  } else {
+    messages.push_back({{"role", "tool"},
+                        {"content", text_of_parts(item.find("output"), name + ".output")},
+                        {"tool_call_id", id}});
+  }
+  item.finish();
+}
+
 // Instructions and input as the messages of a chat.
 std::string response_messages(Fields& fields, const std::string& instructions) {
   ordered_json out = ordered_json::array();
@@ -629,15 +688,23 @@ std::string response_messages(Fields& fields, const std::string& instructions) {
   for (size_t i = 0; i < input->size(); ++i) {
     const std::string name = fmt::format("input[{}]", i);
     Fields item((*input)[i], name);
+    for (const char* ignored : {"id", "status"}) item.find(ignored);
     const std::string type = item.text("type");
+    if (type == "function_call" || type == "function_call_output") {
+      add_call_item(item, name, type == "function_call", out);
+      continue;
+    }
     if (!type.empty() && type != "message") {
-      refuse(name + ".type", fmt::format("only \"message\" is supported, got \"{}\"", type));
+      refuse(name + ".type",
+             fmt::format("expected \"message\", \"function_call\" or \"function_call_output\", got "
+                         "{}",
+                         shown(type)));
     }
     std::string role = item.text("role");
     if (role.empty()) refuse(name + ".role", "missing");
     if (role == "developer") role = "system";  // what templates call it
     const std::string content = text_of_parts(item.find("content"), name + ".content");
-    for (const char* ignored : {"id", "status", "phase"}) item.find(ignored);
+    item.find("phase");
     item.finish();
     out.push_back({{"role", role}, {"content", content}});
   }
@@ -666,14 +733,7 @@ ResponseRequest parse_response(std::string_view body, int64_t most_sequences) {
   fields.unsupported("background", false, stateless);
   fields.unsupported("truncation", "disabled", "only \"disabled\" is supported");
   fields.unsupported("reasoning", json::object(), "not supported; leave it out");
-  fields.unsupported("tools", json::array(), "tools are not supported; leave it out");
-  fields.unsupported("max_tool_calls", nullptr, "tools are not supported; leave it out");
-  if (const json* choice = fields.find("tool_choice"); choice != nullptr) {
-    if (*choice != "none" && *choice != "auto") {
-      refuse("tool_choice", "tools are not supported; leave it out");
-    }
-  }
-  fields.flag("parallel_tool_calls", true);
+  fields.unsupported("max_tool_calls", nullptr, "bounds built-in tools, of which there are none");
   ordered_json answer_format = {{"type", "text"}};
   if (const json* text = fields.find("text"); text != nullptr) {
     Fields inner(*text, "text");
@@ -686,6 +746,7 @@ ResponseRequest parse_response(std::string_view body, int64_t most_sequences) {
     inner.finish();
     check_grammar(options);
   }
+  parse_tools(fields, body, /*nested=*/false, request);
   bool log_probs = false;
   if (const json* include = fields.find("include"); include != nullptr) {
     if (!include->is_array()) refuse("include", "expected a list, got " + shown(*include));
@@ -705,16 +766,19 @@ ResponseRequest parse_response(std::string_view body, int64_t most_sequences) {
   const auto or_null = [](bool present, const ordered_json& value) {
     return present ? value : ordered_json();
   };
+  const auto given = [&](const char* field, ordered_json absent) {
+    return fields.find(field) == nullptr ? std::move(absent) : ordered_field(body, field);
+  };
   request.settings_json =
       to_text({{"instructions", or_null(!instructions.empty(), instructions)},
                {"max_output_tokens",
                 or_null(options.max_tokens.has_value(), options.max_tokens.value_or(0))},
                {"metadata", metadata == nullptr ? ordered_json::object() : ordered_json(*metadata)},
-               {"parallel_tool_calls", true},
+               {"parallel_tool_calls", fields.flag("parallel_tool_calls", true)},
                {"temperature", options.sampler.temperature},
                {"text", {{"format", std::move(answer_format)}}},
-               {"tool_choice", "auto"},
-               {"tools", ordered_json::array()},
+               {"tool_choice", given("tool_choice", "auto")},
+               {"tools", given("tools", ordered_json::array())},
                {"top_logprobs", top.value_or(0)},
                {"top_p", options.sampler.top_p},
                {"truncation", "disabled"}});

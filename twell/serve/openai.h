@@ -83,14 +83,13 @@ struct ChatRequest {
   // A list of objects with texts "role" and "content"; those of calls have "tool_calls", whose
   // arguments are objects, and those of results "tool_call_id".
   std::string messages_json;
-  std::string tools_json;   // as the client gave them, for the template; empty: none
+  std::string tools_json;   // in the client's order of keys, for the template; empty: none
   std::vector<Tool> tools;  // of them, those that may be called
   ToolCallLimits calls;
 };
 
-struct ResponseRequest {
-  AnswerOptions options;
-  std::string messages_json;
+// Instructions and input as the messages of a chat; its tools in the chat's form.
+struct ResponseRequest : ChatRequest {
   std::string settings_json;  // what the response repeats of the request
 };
 

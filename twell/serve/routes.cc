@@ -26,10 +26,14 @@ struct Job {
 
   MemoryBudget::Share echoes;
   Answers answers;
-  std::unique_ptr<Format> format;
+  std::vector<GenerationRequest> requests;    // one per prompt, until they are handed over
+  std::shared_ptr<MemoryBudget::Share> body;  // as long as the requests wait
+  std::unique_ptr<Format> format;             // or
+  std::optional<ResponseFormat> response;
   std::vector<Usage> usage;         // of each sequence so far
   std::vector<bool> counts_prompt;  // choices share their prompt
   AnswerOptions options;
+  std::optional<GrammarOrder> order;
   std::optional<Grammar> grammar;   // that the sequences are drawn by,
   std::vector<int32_t> end_tokens;  // until one of these
   uint64_t client = 0;              // GenerationRequest::client
@@ -112,6 +116,19 @@ std::optional<ApiError> failure_of(const AnswerEvent& event) {
   if (event.stop == StopReason::kNoneFits) return ApiError(400, std::string(kNoneFitsReason));
   if (event.stop == StopReason::kCancelled) return ApiError(503, "the server is stopping");
   return std::nullopt;
+}
+
+// Calls what a grammar is needed for; its refusal names the request's field.
+template <typename Use>
+auto of_grammar(const AnswerOptions& options, const Use& use) {
+  try {
+    return use();
+  } catch (const InputError& error) {
+    throw ApiError(400, fmt::format("{}: {}", options.grammar_field, error.what()),
+                   options.grammar_field);
+  } catch (const GrammarBusy& error) {
+    throw ApiError(503, error.what(), options.grammar_field, "overloaded");
+  }
 }
 
 // Calls what makes a reply; an error of the request becomes its reply.
@@ -217,8 +234,8 @@ class WholeResponse final : public HttpLater {
  public:
   using Count = std::function<HttpReply(HttpReply)>;
 
-  WholeResponse(std::unique_ptr<Job> job, ResponseFormat format, Count count)
-      : job_(std::move(job)), format_(std::move(format)), count_(std::move(count)) {}
+  WholeResponse(std::unique_ptr<Job> job, Count count)
+      : job_(std::move(job)), count_(std::move(count)) {}
   void notify(std::function<void()> ready) override { job_->answers.notify(std::move(ready)); }
 
   std::optional<HttpReply> reply() override {
@@ -227,12 +244,12 @@ class WholeResponse final : public HttpLater {
       for (const AnswerEvent& event : job_->answers.take()) {
         if (const std::optional<ApiError> failure = failure_of(event)) throw *failure;
         job_->usage[event.sequence] = event.usage;
-        format_.add(event);
+        job_->response->add(event);
       }
       if (job_->answers.overflowed()) throw answer_too_large();
       waits = !job_->answers.done();
       if (waits) return {};
-      HttpReply whole = json_reply(format_.response());
+      HttpReply whole = json_reply(job_->response->response());
       job_->note_usage();
       whole.usage = job_->http_usage;
       return whole;
@@ -243,23 +260,21 @@ class WholeResponse final : public HttpLater {
 
  private:
   std::unique_ptr<Job> job_;
-  ResponseFormat format_;
   Count count_;
 };
 
 // A response as typed events.
 class StreamedResponse final : public HttpStream {
  public:
-  StreamedResponse(std::unique_ptr<Job> job, ResponseFormat format)
-      : job_(std::move(job)), format_(std::move(format)) {}
+  explicit StreamedResponse(std::unique_ptr<Job> job) : job_(std::move(job)) {}
   void notify(std::function<void()> ready) override { job_->answers.notify(std::move(ready)); }
 
   State next(std::string& piece) override {
-    if (!std::exchange(begun_, true)) piece += format_.begin();
+    if (!std::exchange(begun_, true)) piece += job_->response->begin();
     for (const AnswerEvent& event : job_->answers.take()) {
       if (const std::optional<ApiError> failure = failure_of(event)) return fail(*failure, piece);
       job_->usage[event.sequence] = event.usage;
-      piece += format_.next(event);
+      piece += job_->response->next(event);
     }
     job_->note_usage();
     if (job_->answers.overflowed()) return fail(answer_too_large(), piece);
@@ -268,13 +283,31 @@ class StreamedResponse final : public HttpStream {
 
  private:
   State fail(const ApiError& error, std::string& piece) {
-    piece += format_.failed(error);
+    piece += job_->response->failed(error);
     return State::kEnds;
   }
 
   std::unique_ptr<Job> job_;
-  ResponseFormat format_;
   bool begun_ = false;
+};
+
+// A job whose grammar is being compiled; submit hands it over.
+class WaitsForGrammar final : public HttpLater {
+ public:
+  using Submit = std::function<HttpReply(std::unique_ptr<Job>)>;
+
+  WaitsForGrammar(std::unique_ptr<Job> job, Submit submit)
+      : job_(std::move(job)), submit_(std::move(submit)) {}
+  void notify(std::function<void()> ready) override { job_->order->notify(std::move(ready)); }
+
+  std::optional<HttpReply> reply() override {
+    if (!job_->order->is_ready()) return std::nullopt;
+    return submit_(std::move(job_));
+  }
+
+ private:
+  std::unique_ptr<Job> job_;
+  Submit submit_;
 };
 
 }  // namespace
@@ -468,18 +501,21 @@ std::optional<ToolCallReader> Routes::prepare_tools(ChatRequest& request) const 
   return ToolCallReader(*form, std::move(names), request.calls.parallel ? INT32_MAX : 1);
 }
 
-void Routes::compile_grammar(Job& job, const std::vector<int32_t>& stop_tokens) {
-  const AnswerOptions& options = job.options;
-  if (!options.grammar) return;
-  try {
-    job.grammar = grammars_.compile(*options.grammar);
-  } catch (const InputError& error) {
-    throw ApiError(400, fmt::format("{}: {}", options.grammar_field, error.what()),
-                   options.grammar_field);
-  } catch (const GrammarBusy& error) {
-    throw ApiError(503, error.what(), options.grammar_field, "overloaded");
-  }
-  job.end_tokens = end_tokens(tokenizer_, stop_tokens);
+HttpReply Routes::begin(std::unique_ptr<Job> job, const char* path,
+                        const std::vector<int32_t>& stop_tokens) {
+  const AnswerOptions& options = job->options;
+  if (!options.grammar) return submit(std::move(job), path);
+  job->end_tokens = end_tokens(tokenizer_, stop_tokens);
+  const bool ready = of_grammar(options, [&] {
+    job->order.emplace(grammars_.order(*options.grammar));
+    return job->order->is_ready();
+  });
+  if (ready) return submit(std::move(job), path);
+  return {.later = std::make_shared<WaitsForGrammar>(
+              std::move(job), [this, path](std::unique_ptr<Job> compiled) {
+                return counted(path,
+                               reply_or_error([&] { return submit(std::move(compiled), path); }));
+              })};
 }
 
 void Routes::check_ids(const std::vector<int32_t>& ids, const char* field) const {
@@ -577,7 +613,7 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
   check_model(request.options.model);
   std::unique_ptr<Job> job = new_job(std::move(request.options));
   job->client = client_of(http_request);
-  compile_grammar(*job, options_.stop_tokens);
+  job->body = http_request.memory;
   const bool log_probs = job->options.log_probs.has_value();
   const int64_t max_tokens = job->options.max_tokens.value_or(kCompletionTokens);
   if (!request.suffix.empty() && !fill_in_) {
@@ -593,7 +629,6 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
     check_ids(suffix, "suffix");
     stops.insert(stops.end(), fill_in_->stops.begin(), fill_in_->stops.end());
   }
-  std::vector<GenerationRequest> generations;
   std::vector<CompletionFormat::Echo> echoes;
   for (auto& prompt : request.prompts) {
     std::vector<int32_t> ids;
@@ -619,12 +654,11 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
     GenerationRequest one = generation(std::move(ids), job->options, max_tokens, stops, "prompt");
     if (request.echo && log_probs) one.prompt_log_probs = job->options.log_probs;
     if (max_tokens == 0 && !log_probs) one.prompt_log_probs = 0;
-    generations.push_back(std::move(one));
+    job->requests.push_back(std::move(one));
   }
   job->format = std::make_unique<CompletionFormat>(
       tokenizer_, log_probs, std::ssize(request.prompts), job->options.choices, std::move(echoes));
-  for (const GenerationRequest& one : generations) add_choices(*job, one);
-  return reply(std::move(job));
+  return begin(std::move(job), "/v1/completions", options_.stop_tokens);
 }
 
 HttpReply Routes::converse(const HttpRequest& http_request) {
@@ -635,64 +669,67 @@ HttpReply Routes::converse(const HttpRequest& http_request) {
   const std::optional<ToolCallReader> tools = prepare_tools(request);
   std::unique_ptr<Job> job = new_job(std::move(request.options));
   job->client = client_of(http_request);
+  job->body = http_request.memory;
   // The template writes the begin token itself.
   std::vector<int32_t> ids =
       encode(render(request.messages_json, request.tools_json), false, "messages");
-  compile_grammar(*job, options_.chat_stop_tokens);
   job->format = std::make_unique<ChatFormat>(tokenizer_, job->options.log_probs.has_value(),
                                              job->options.choices, tools ? &*tools : nullptr);
-  add_choices(*job, generation(std::move(ids), job->options,
-                               job->options.max_tokens.value_or(session_.capacity()),
-                               options_.chat_stop_tokens, "messages"));
-  return reply(std::move(job));
+  job->requests.push_back(generation(std::move(ids), job->options,
+                                     job->options.max_tokens.value_or(session_.capacity()),
+                                     options_.chat_stop_tokens, "messages"));
+  return begin(std::move(job), "/v1/chat/completions", options_.chat_stop_tokens);
 }
 
 HttpReply Routes::respond(const HttpRequest& http_request) {
-  const ResponseRequest request = parsed(http_request.body, [this](const std::string& body) {
+  ResponseRequest request = parsed(http_request.body, [this](const std::string& body) {
     return parse_response(body, options_.max_waiting);
   });
   check_model(request.options.model);
+  const std::optional<ToolCallReader> tools = prepare_tools(request);
   std::unique_ptr<Job> job = new_job(request.options);
   job->client = client_of(http_request);
-  std::vector<int32_t> ids = encode(render(request.messages_json), false, "input");
-  compile_grammar(*job, options_.chat_stop_tokens);
-  add_choices(*job, generation(std::move(ids), job->options,
-                               job->options.max_tokens.value_or(session_.capacity()),
-                               options_.chat_stop_tokens, "input"));
-  ResponseFormat format(tokenizer_, request, fmt::format("{:08x}{:06x}", started_, ++replied_),
-                        options_.model, static_cast<int64_t>(std::time(nullptr)));
-  if (!job->answers.submit()) throw overloaded();
-  if (request.options.stream) {
-    const std::shared_ptr<HttpUsage> usage = job->http_usage;
-    return {.type = kServerSentEvents,
-            .headers = {{"Cache-Control", "no-cache"}},
-            .stream = std::make_shared<StreamedResponse>(std::move(job), std::move(format)),
-            .usage = usage};
-  }
-  return {.later = std::make_shared<WholeResponse>(
-              std::move(job), std::move(format),
-              [this](HttpReply made) { return counted(kResponses, std::move(made)); })};
+  job->body = http_request.memory;
+  std::vector<int32_t> ids =
+      encode(render(request.messages_json, request.tools_json), false, "input");
+  job->response.emplace(tokenizer_, request, fmt::format("{:08x}{:06x}", started_, ++replied_),
+                        options_.model, static_cast<int64_t>(std::time(nullptr)),
+                        tools ? &*tools : nullptr);
+  job->requests.push_back(generation(std::move(ids), job->options,
+                                     job->options.max_tokens.value_or(session_.capacity()),
+                                     options_.chat_stop_tokens, "input"));
+  return begin(std::move(job), kResponses, options_.chat_stop_tokens);
 }
 
-HttpReply Routes::reply(std::unique_ptr<Job> job) {
-  if (!job->answers.submit()) throw overloaded();
-  job->head = {
-      {"id", fmt::format("{}-{:08x}{:06x}", job->format->id_prefix(), started_, ++replied_)},
-      {"object", job->format->object(job->options.stream)},
-      {"created", static_cast<int64_t>(std::time(nullptr))},
-      {"model", options_.model}};
-  if (!options_.fingerprint.empty()) job->head["system_fingerprint"] = options_.fingerprint;
-  if (job->options.stream) {
-    const std::shared_ptr<HttpUsage> usage = job->http_usage;
-    return {.type = kServerSentEvents,
-            .headers = {{"Cache-Control", "no-cache"}},
-            .stream = std::make_shared<StreamedAnswer>(std::move(job)),
-            .usage = usage};
+HttpReply Routes::submit(std::unique_ptr<Job> job, const char* path) {
+  if (job->order) {
+    job->grammar = of_grammar(job->options, [&] { return job->order->get(); });
+    job->order.reset();
   }
-  const std::string path = job->format->path();
-  return {.later = std::make_shared<WholeAnswer>(std::move(job), [this, path](HttpReply made) {
-            return counted(path, std::move(made));
-          })};
+  for (const GenerationRequest& one : std::exchange(job->requests, {})) add_choices(*job, one);
+  job->body.reset();
+  if (!job->answers.submit()) throw overloaded();
+  if (job->format) {
+    job->head = {
+        {"id", fmt::format("{}-{:08x}{:06x}", job->format->id_prefix(), started_, ++replied_)},
+        {"object", job->format->object(job->options.stream)},
+        {"created", static_cast<int64_t>(std::time(nullptr))},
+        {"model", options_.model}};
+    if (!options_.fingerprint.empty()) job->head["system_fingerprint"] = options_.fingerprint;
+  }
+  const auto count = [this, path](HttpReply made) { return counted(path, std::move(made)); };
+  if (!job->options.stream) {
+    if (job->response) return {.later = std::make_shared<WholeResponse>(std::move(job), count)};
+    return {.later = std::make_shared<WholeAnswer>(std::move(job), count)};
+  }
+  HttpReply reply{.type = kServerSentEvents, .headers = {{"Cache-Control", "no-cache"}}};
+  reply.usage = job->http_usage;
+  if (job->response) {
+    reply.stream = std::make_shared<StreamedResponse>(std::move(job));
+  } else {
+    reply.stream = std::make_shared<StreamedAnswer>(std::move(job));
+  }
+  return reply;
 }
 
 HttpReply Routes::tokenize(const HttpRequest& http_request) {

@@ -57,14 +57,16 @@ class Routes {
   std::string render(const std::string& messages_json, const std::string& tools_json = {}) const;
   // What the answers to a chat are drawn by, and how calls in them are read.
   std::optional<ToolCallReader> prepare_tools(ChatRequest& request) const;
-  // Compiles the grammar of the answers, if they have one.
-  void compile_grammar(Job& job, const std::vector<int32_t>& stop_tokens);
   void check_ids(const std::vector<int32_t>& ids, const char* field) const;
   std::vector<TokenBias> biases(const std::vector<BiasWish>& wishes) const;
   GenerationRequest generation(std::vector<int32_t> prompt, const AnswerOptions& wanted,
                                int64_t max_tokens, const std::vector<int32_t>& stop_tokens,
                                const char* field) const;
   std::unique_ptr<Job> new_job(AnswerOptions wanted);
+  // Hands the job's requests over, at once or when the grammar of their answers is compiled.
+  HttpReply begin(std::unique_ptr<Job> job, const char* path,
+                  const std::vector<int32_t>& stop_tokens);
+  HttpReply submit(std::unique_ptr<Job> job, const char* path);
   void add_choices(Job& job, const GenerationRequest& request);
   template <typename Parse>
   auto parsed(const std::string& body, const Parse& parse);
@@ -73,7 +75,6 @@ class Routes {
   HttpReply complete(const HttpRequest& http_request);
   HttpReply converse(const HttpRequest& http_request);
   HttpReply respond(const HttpRequest& http_request);
-  HttpReply reply(std::unique_ptr<Job> job);
   HttpReply tokenize(const HttpRequest& http_request);
   HttpReply detokenize(const HttpRequest& http_request);
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <utility>
 
 #include "twell/base/error.h"
@@ -128,6 +129,15 @@ std::optional<GrammarText> tool_grammar(ToolForm form, const std::vector<Tool>& 
   return GrammarText{
       GrammarText::Kind::kTags,
       ordered_json{{"type", "structural_tag"}, {"format", std::move(format)}}.dump()};
+}
+
+ToolCallIds::ToolCallIds(ToolForm form)
+    : short_(form == ToolForm::kMistral),
+      first_((uint64_t{std::random_device()()} << 32) | std::random_device()()) {}
+
+std::string ToolCallIds::id(size_t sequence, int64_t call) const {
+  const uint64_t number = first_ + (uint64_t{sequence} << 12) + static_cast<uint64_t>(call);
+  return short_ ? fmt::format("{:09x}", number & 0xfffffffff) : fmt::format("call_{:024x}", number);
 }
 
 ToolCallReader::ToolCallReader(ToolForm form, std::set<std::string> names, int64_t most_calls)

@@ -56,6 +56,17 @@ struct ToolCallPiece {
   std::string arguments;  // next characters of a JSON object
 };
 
+// Ids of an answer's calls, which no other answer has.
+class ToolCallIds {
+ public:
+  explicit ToolCallIds(ToolForm form);
+  std::string id(size_t sequence, int64_t call) const;
+
+ private:
+  bool short_;  // templates of Mistral take nine letters and digits
+  uint64_t first_;
+};
+
 class ToolCallReader {
  public:
   // most_calls: further ones are dropped. names: of the tools.
@@ -67,8 +78,8 @@ class ToolCallReader {
   };
   // What is new. ends: nothing follows.
   Found push(std::string_view text, bool ends);
-  int64_t calls() const { return calls_; }                        // so far, complete or not
-  bool short_ids() const { return form_ == ToolForm::kMistral; }  // of calls, nine characters
+  int64_t calls() const { return calls_; }  // so far, complete or not
+  ToolForm form() const { return form_; }
 
  private:
   enum class Place { kText, kBeforeCall, kCall, kBehindCall, kOver };
