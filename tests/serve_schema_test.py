@@ -46,7 +46,7 @@ class Schemas:
     def any(self, depth):
         kinds = [self.integer, self.number, self.string, self.enum, self.simple]
         if depth > 0:
-            kinds += [self.array, self.object, self.any_of] * 2
+            kinds += [self.array, self.object, self.any_of] * 2 + [self.merged]
         return self.random.choice(kinds)(depth)
 
     def simple(self, _):
@@ -104,6 +104,22 @@ class Schemas:
             schema = {"type": "object", "additionalProperties": self.integer(0), "maxProperties": r.randint(0, 3)}
         return schema
 
+    def merged(self, depth):
+        """Keywords beside others, of which the library by itself would read some alone."""
+        r = self.random
+        first = {"properties": {"a": self.integer(0), "b": self.any(depth - 1)}, "required": ["a"]}
+        second = {"properties": {"a": {"type": ["integer", "string"]}, "c": self.any(depth - 1)},
+                  "required": r.sample(["a", "c"], r.randint(0, 2))}
+        schema = r.choice([{"allOf": [first, second]}, {**first, "allOf": [second]},
+                           {**first, "anyOf": [second, {"required": ["b"]}, {"type": "null"}]},
+                           {"enum": [1, 5, "x", None], "minimum": 3, "type": ["integer", "string"]},
+                           {"minimum": 3, "maximum": 7, "minLength": 1, "maxLength": 3},
+                           {"allOf": [{"prefixItems": [{"type": "integer"}]}, {"items": {"maximum": 9, "minimum": 1}}],
+                            "maxItems": 2}])
+        if "properties" in schema or "allOf" in schema:
+            schema["unevaluatedProperties"] = False
+        return schema
+
     def any_of(self, depth):
         return {"anyOf": [self.any(depth - 1) for _ in range(self.random.randint(1, 3))]}
 
@@ -129,6 +145,7 @@ def main():
         asked = [(f"random {i}", schemas.root()) for i in range(arguments.schemas)]
     served = Served(arguments.twell, "--batch", "16", context=2048)
     counts, failures = collections.Counter(), []
+    by_keyword, reasons = collections.defaultdict(collections.Counter), collections.Counter()
 
     def ask(number, name, schema):
         body = {"prompt": f"{number}", "seed": number, "max_tokens": arguments.max_tokens,
@@ -146,8 +163,9 @@ def main():
         if choice["finish_reason"] != "stop":
             return "cut off", choice["text"]
         try:
-            # A time may have a second of 60 by RFC 3339, which the checker of formats does not take.
-            value = json.loads(re.sub(r"(\d\d:\d\d):60", r"\1:59", choice["text"]))
+            # By RFC 3339 there is a second of 60 and a year 0, which the checker of formats does not take.
+            text = re.sub(r"(\d\d:\d\d):60", r"\1:59", choice["text"])
+            value = json.loads(re.sub(r'"0000-(\d\d-\d\d)', r'"0004-\1', text))
             validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
             validator(schema, format_checker=validator.FORMAT_CHECKER).validate(value)
         except (ValueError, jsonschema.ValidationError) as error:
@@ -158,10 +176,18 @@ def main():
         results = list(pool.map(lambda one: ask(one[0], *one[1]), enumerate(asked)))
     for (name, schema), (result, text) in zip(asked, results):
         counts[result] += 1
+        if arguments.suite:
+            by_keyword[name.split(".json")[0]][result] += 1
+            if result == "refused":
+                reasons[re.sub(r' at "[^"]*"$', "", text.split("cannot be used: ")[-1])] += 1
         if result == "failed" or (result == "refused" and not arguments.suite):
             failures.append(f"{name}: {result}: {json.dumps(schema)}\n  {text[:600]}")
     code = served.stop()
     print("\n".join(failures[:20]))
+    for keyword, found in sorted(by_keyword.items()):
+        print(f"{keyword}: " + ", ".join(f"{count} {result}" for result, count in sorted(found.items())))
+    for reason, count in reasons.most_common():
+        print(f"{count} refused: {reason}")
     print(", ".join(f"{count} {result}" for result, count in sorted(counts.items())))
     # A model that is not trained writes long texts, where they are not bounded.
     most_cut = len(asked) if arguments.suite else len(asked) // 10

@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "twell/base/error.h"
@@ -255,25 +257,34 @@ TEST_F(GrammarTest, WhatCannotBeKeptIsRefusedByName) {
   const auto of = [&](const std::string& schema) {
     return refusal(compiler_, GrammarText::Kind::kJsonSchema, schema);
   };
-  for (const char* keyword :
-       {"not", "if", "then", "else", "dependentRequired", "dependentSchemas"}) {
+  for (const char* keyword : {"not", "dependentRequired", "dependentSchemas"}) {
     const std::string found =
         of(fmt::format(R"({{"properties": {{"a": {{"{}": {{}}}}}}, "type": "object"}})", keyword));
     EXPECT_THAT(found, HasSubstr(fmt::format("\"{}\" is not supported at \"/properties/a/{}\"",
                                              keyword, keyword)));
   }
+  EXPECT_THAT(of(R"({"if": {}, "else": {}})"), HasSubstr("\"if\" is not supported"));
   EXPECT_THAT(of(R"({"type": "array", "uniqueItems": true})"), HasSubstr("uniqueItems"));
   EXPECT_THAT(of(R"({"type": "array", "contains": {}})"), HasSubstr("contains"));
   EXPECT_THAT(of(R"({"type": "number", "multipleOf": 0.5})"), HasSubstr("multipleOf"));
   EXPECT_THAT(of(R"({"type": "string", "pattern": "a*", "maxLength": 3})"), HasSubstr("pattern"));
   EXPECT_THAT(of(R"({"type": "string", "format": "color"})"), HasSubstr("color"));
-  EXPECT_THAT(of(R"({"allOf": [{"type": "string"}, {"maxLength": 3}]})"), HasSubstr("allOf"));
-  EXPECT_THAT(of(R"({"anyOf": [{"type": "string"}], "type": "string", "maxLength": 1})"),
-              HasSubstr("anyOf"));
+  EXPECT_THAT(of(R"({"type": "string", "pattern": "^\\t$"})"), HasSubstr("control"));
+  EXPECT_THAT(of(R"({"allOf": [{"pattern": "a"}, {"pattern": "b"}]})"), HasSubstr("pattern"));
+  EXPECT_THAT(of(R"({"allOf": [{"properties": {"a": {}}}, {"patternProperties": {"a": {}}}]})"),
+              HasSubstr("\"properties\" beside what it is merged with"));
+  EXPECT_THAT(of(R"({"allOf": [{"type": "string"}, {"minimum": 3, "type": "integer"}]})"),
+              HasSubstr("no value fits"));
+  EXPECT_THAT(of(R"({"enum": [1, 2], "minimum": 3})"), HasSubstr("no value fits"));
+  EXPECT_THAT(of(R"({"properties": {"a": false}, "required": ["a"]})"), HasSubstr("no value fits"));
+  EXPECT_THAT(of(R"({"properties": {"a": false}, "additionalProperties": true})"),
+              HasSubstr("no value fits"));
+  EXPECT_THAT(of(R"({"$ref": "#", "minimum": 1})"), HasSubstr("refer to themselves"));
+  EXPECT_THAT(of(R"({"allOf": [{"unevaluatedProperties": false}, {"properties": {"a": {}}}]})"),
+              HasSubstr("unevaluatedProperties"));
   EXPECT_THAT(of(R"({"$ref": "http://x/y"})"), HasSubstr("outside"));
   EXPECT_THAT(of(R"({"$ref": "#/$defs/a"})"), HasSubstr("nowhere"));
   EXPECT_THAT(of(R"({"type": "thing"})"), HasSubstr("thing"));
-  EXPECT_THAT(of(R"({"minimum": 3})"), HasSubstr("needs \"type\""));
   EXPECT_THAT(of(R"({"type": "string", "pattern": "(?=a)b"})"), testing::Not("taken"));
   EXPECT_THAT(of(R"(false)"), HasSubstr("refused"));
   EXPECT_THAT(of(R"([1])"), HasSubstr("object"));
@@ -306,13 +317,54 @@ TEST_F(GrammarTest, TheCacheIsBounded) {
   }
 }
 
+// Takes long to compile.
+std::string large_grammar() {
+  std::string large = "root ::= ";
+  for (int i = 0; i < 2000; ++i) large += fmt::format("[a-z{}]* \"{}\" | ", i % 10, i);
+  return large + "\"a\"";
+}
+
 TEST_F(GrammarTest, AGrammarThatTakesTooLongIsGivenUp) {
   GrammarCompiler compiler(tokenizer_,
                            {.end_tokens = {kEnd}, .most_time = std::chrono::milliseconds(1)});
-  std::string large = "root ::= ";
-  for (int i = 0; i < 2000; ++i) large += fmt::format("[a-z{}]* \"{}\" | ", i % 10, i);
-  EXPECT_THAT(refusal(compiler, GrammarText::Kind::kEbnf, large + "\"a\""),
+  EXPECT_THAT(refusal(compiler, GrammarText::Kind::kEbnf, large_grammar()),
               testing::HasSubstr("takes more than"));
+}
+
+// An order returns at once and tells when the grammar is there; nobody hears of one that has ended.
+TEST_F(GrammarTest, OrdersDoNotWait) {
+  GrammarCompiler compiler(tokenizer_,
+                           {.end_tokens = {kEnd}, .most_time = std::chrono::milliseconds(100)});
+  std::atomic<int> told = 0, never = 0;
+  GrammarOrder slow = compiler.order({GrammarText::Kind::kEbnf, large_grammar()});
+  EXPECT_FALSE(slow.is_ready());
+  slow.notify([&] { ++told; });
+  GrammarOrder quick = compiler.order({GrammarText::Kind::kEbnf, R"(root ::= "a")"});
+  EXPECT_FALSE(quick.is_ready());  // it waits for the other
+  quick.notify([&] { ++told; });
+  compiler.order({GrammarText::Kind::kEbnf, R"(root ::= "b")"}).notify([&] { ++never; });
+  while (told < 2) std::this_thread::yield();
+  EXPECT_THROW(slow.get(), InputError);
+  // Behind the slow one its time is over too, or it was compiled just in time.
+  EXPECT_TRUE(quick.is_ready());
+  quick.notify([&] { ++told; });
+  EXPECT_EQ(told, 3);
+  EXPECT_EQ(never, 0);
+  compiler_.compile({GrammarText::Kind::kEbnf, R"(root ::= "c")"});
+  EXPECT_TRUE(compiler_.order({GrammarText::Kind::kEbnf, R"(root ::= "c")"}).is_ready());
+}
+
+TEST_F(GrammarTest, FewOrdersWait) {
+  std::vector<GrammarOrder> orders;
+  orders.push_back(compiler_.order({GrammarText::Kind::kEbnf, large_grammar()}));
+  const auto order_many = [&] {
+    for (int i = 0; i < 30; ++i) {
+      orders.push_back(
+          compiler_.order({GrammarText::Kind::kEbnf, fmt::format("root ::= \"{}\"", i)}));
+    }
+  };
+  EXPECT_THROW(order_many(), GrammarBusy);
+  EXPECT_GT(orders.size(), 10u);
 }
 
 TEST(JsonSchema, ObjectsThatListTheirPropertiesAreClosed) {
@@ -332,6 +384,56 @@ TEST(JsonSchema, ObjectsThatListTheirPropertiesAreClosed) {
   EXPECT_EQ(of(R"({"$defs": {"x": {"type": "object", "properties": {}}}, "$ref": "#/$defs/x"})")
                 ["$defs"]["x"]["additionalProperties"],
             false);
+}
+
+// What the library would pass over in silence becomes what it reads.
+TEST(JsonSchema, KeywordsBesideEachOtherAreMerged) {
+  const auto of = [](const char* text) {
+    nlohmann::json out = nlohmann::json::parse(checked_json_schema(text, "test"));
+    out.erase("$defs");
+    return out;
+  };
+  const auto expect = [&](const char* text, const char* expected) {
+    EXPECT_EQ(of(text), nlohmann::json::parse(expected)) << text;
+  };
+  expect(R"({"minimum": 3})", R"({"type": "number", "minimum": 3})");
+  expect(R"({"maxItems": 2, "minimum": 1})",
+         R"({"type": ["array", "number"], "maxItems": 2, "minimum": 1, "items": true})");
+  expect(R"({"allOf": [{"minimum": 1}, {"type": "integer", "minimum": 2, "maximum": 7},
+                       {"type": ["number", "string"], "exclusiveMaximum": 5}], "multipleOf": 2})",
+         R"({"type": "integer", "minimum": 2, "maximum": 7, "exclusiveMaximum": 5,
+             "multipleOf": 2})");
+  expect(R"({"allOf": [{"multipleOf": 4}, {"multipleOf": 6}], "type": "integer"})",
+         R"({"type": "integer", "multipleOf": 12})");
+  expect(
+      R"({"$defs": {"a": {"type": "string", "title": "t"}}, "$ref": "#/$defs/a", "enum": ["x", 1]})",
+      R"({"enum": ["x"]})");
+  expect(R"({"const": 3, "type": "number", "minimum": 3})", R"({"const": 3})");
+  expect(R"({"enum": ["a", 1, null, 7], "type": ["integer", "null"], "maximum": 5})",
+         R"({"enum": [1, null]})");
+  expect(R"({"type": "object", "properties": {"a": {"type": "integer"}, "b": {}, "c": {}},
+             "allOf": [{"required": ["a"]},
+                       {"properties": {"a": {"minimum": 2}, "b": {"const": 1}},
+                        "additionalProperties": false}]})",
+         R"({"type": "object", "required": ["a"], "additionalProperties": false,
+             "properties": {"a": {"type": "integer", "minimum": 2}, "b": {"enum": [1]}}})");
+  expect(R"({"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+             "anyOf": [{"required": ["a"]}, {"type": "string"}, false]})",
+         R"({"anyOf": [{"type": "object", "required": ["a"], "additionalProperties": false,
+                        "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}]})");
+  expect(R"({"allOf": [{"prefixItems": [{"type": "integer"}]}, {"items": {"minimum": 1}}]})",
+         R"({"type": "array", "prefixItems": [{"type": "integer", "minimum": 1}],
+             "items": {"type": "number", "minimum": 1}})");
+  expect(R"({"type": "object", "required": ["a", "b"], "additionalProperties": {"type": "null"},
+             "properties": {"b": {"type": "boolean"}}})",
+         R"({"type": "object", "required": ["a", "b"], "additionalProperties": {"type": "null"},
+             "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}})");
+  // An optional property that cannot be is absent.
+  expect(R"({"type": "object", "properties": {"a": false, "b": {"type": "null"}}})",
+         R"({"type": "object", "properties": {"b": {"type": "null"}},
+             "additionalProperties": false})");
+  expect(R"({"type": "boolean", "uniqueItems": false, "then": {}, "minContains": 2})",
+         R"({"type": "boolean"})");
 }
 
 }  // namespace

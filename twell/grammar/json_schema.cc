@@ -3,10 +3,15 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <optional>
 #include <set>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "twell/base/error.h"
@@ -17,7 +22,9 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr int kMostDepth = 24;  // of schemas within each other
+constexpr int kMostDepth = 24;           // of schemas within each other
+constexpr int kMostMerged = 20000;       // schemas that are merged into others
+constexpr int64_t kMostMultiple = 1024;  // that the library takes
 
 // Keywords that say nothing about what validates.
 const std::set<std::string> kAnnotations = {"$schema",
@@ -66,38 +73,64 @@ const std::set<std::string> kFormats = {"email",
                                         "json-pointer",
                                         "relative-json-pointer"};
 
+// A character that stands in a JSON text as it is: no quote, backslash, control character, and none
+// that UTF-8 does not have (U+D800 to U+DFFF).
+constexpr const char* kCharacter = "[ !#-\\[\\]-\xED\x9F\xBF\xEE\x80\x80-\xF4\x8F\xBF\xBF]";
+
 [[noreturn]] void refuse_schema(const std::string& path, const std::string& why) {
   throw InputError(
       fmt::format("the JSON schema cannot be used: {} at \"{}\"", why, path.empty() ? "#" : path));
 }
 
+// No value validates.
+class NothingFits : public InputError {
+ public:
+  using InputError::InputError;
+};
+
+[[noreturn]] void nothing_fits(const std::string& path, const std::string& why) {
+  throw NothingFits(
+      fmt::format("the JSON schema cannot be used: no value fits, because {} at \"{}\"", why,
+                  path.empty() ? "#" : path));
+}
+
+bool is_of_type(const ordered_json& value, const std::string& type) {
+  return (type == "null" && value.is_null()) || (type == "boolean" && value.is_boolean()) ||
+         (type == "object" && value.is_object()) || (type == "array" && value.is_array()) ||
+         (type == "string" && value.is_string()) || (type == "number" && value.is_number()) ||
+         (type == "integer" && value.is_number_integer());
+}
+
+// Equal as JSON values, in which objects have no order.
+bool equal_values(const ordered_json& a, const ordered_json& b) {
+  return nlohmann::json(a) == nlohmann::json(b);
+}
+
 class SchemaCheck {
  public:
-  explicit SchemaCheck(const ordered_json& root) : root_(root) {}
+  explicit SchemaCheck(const ordered_json& root) : root_(root) { look_for_references(root, true); }
 
-  ordered_json checked(const ordered_json& schema, const std::string& path, int depth) {
+  ordered_json checked(const ordered_json& given, const std::string& path, int depth) {
     if (depth > kMostDepth) {
       refuse_schema(path, fmt::format("schemas are more than {} deep", kMostDepth));
     }
-    if (schema.is_boolean()) return schema;
-    if (!schema.is_object())
-      refuse_schema(path, "a schema is an object or true or false, not this");
+    if (given.is_boolean()) return given;
+    if (!given.is_object()) refuse_schema(path, "a schema is an object or true or false, not this");
+    const ordered_json schema = simplified(given, path, depth);
     check_keywords(schema, path);
     ordered_json out = schema;
     for (auto& [keyword, value] : out.items()) {
       const std::string at = path + "/" + keyword;
-      if (keyword == "properties" || keyword == "patternProperties" || keyword == "$defs" ||
-          keyword == "definitions") {
+      if (keyword == "properties") {
+        value = checked_properties(schema, value, at, depth);
+      } else if (keyword == "patternProperties" || keyword == "$defs" || keyword == "definitions") {
         if (!value.is_object()) refuse_schema(at, "an object is expected");
         for (auto& [name, inner] : value.items()) {
           inner = checked(inner, at + "/" + name, depth + 1);
         }
       } else if (keyword == "anyOf" || keyword == "oneOf" || keyword == "allOf" ||
                  keyword == "prefixItems") {
-        if (!value.is_array() || value.empty()) refuse_schema(at, "a list of schemas is expected");
-        for (size_t i = 0; i < value.size(); ++i) {
-          value[i] = checked(value[i], fmt::format("{}/{}", at, i), depth + 1);
-        }
+        value = checked_list(value, at, depth, keyword == "anyOf" || keyword == "oneOf");
       } else if (keyword == "items" || keyword == "additionalProperties" ||
                  keyword == "propertyNames" || keyword == "unevaluatedItems" ||
                  keyword == "unevaluatedProperties") {
@@ -118,15 +151,23 @@ class SchemaCheck {
       const std::string least = length("minLength"), most = length("maxLength");
       out.erase("minLength");
       out.erase("maxLength");
-      out["pattern"] =
-          fmt::format("^[^\"\\\\\\x00-\\x1f]{{{},{}}}$", least.empty() ? "0" : least, most);
+      out["pattern"] = fmt::format("^{}{{{},{}}}$", kCharacter, least.empty() ? "0" : least, most);
     }
     // What the schema leaves open is said, because the library closes it in calls of tools.
     if (may_be(schema, "object") && !schema.contains("additionalProperties") &&
         !schema.contains("unevaluatedProperties") && !schema.contains("patternProperties") &&
         !schema.contains("propertyNames")) {
       out["additionalProperties"] = !is_closed(schema);
+      if (out["additionalProperties"] == true && out.contains("properties")) {
+        for (const auto& [name, value] : schema["properties"].items()) {
+          if (!out["properties"].contains(name)) {
+            refuse_schema(path + "/properties/" + name,
+                          "a property that must be absent from an open object is not supported");
+          }
+        }
+      }
     }
+    if (may_be(schema, "object")) list_required(out, path);
     if (may_be(schema, "array") && !schema.contains("items") &&
         !schema.contains("unevaluatedItems")) {
       out["items"] = !schema.contains("prefixItems") || schema.contains("minItems");
@@ -135,6 +176,420 @@ class SchemaCheck {
   }
 
  private:
+  ordered_json checked_properties(const ordered_json& schema, const ordered_json& properties,
+                                  const std::string& at, int depth) {
+    if (!properties.is_object()) refuse_schema(at, "an object is expected");
+    ordered_json out = ordered_json::object();
+    for (const auto& [name, inner] : properties.items()) {
+      try {
+        if (inner == false) nothing_fits(at + "/" + name, "the schema is false");
+        out[name] = checked(inner, at + "/" + name, depth + 1);
+      } catch (const NothingFits&) {
+        // Such a property is absent, and the object takes no others than those that are listed.
+        if (is_required(schema, name)) throw;
+        if (schema.contains("additionalProperties") && schema["additionalProperties"] != false) {
+          throw;
+        }
+      }
+    }
+    return out;
+  }
+
+  // The library does not see to names that are required and not listed.
+  static void list_required(ordered_json& schema, const std::string& path) {
+    const auto required = schema.find("required");
+    if (required == schema.end()) return;
+    const ordered_json others = schema.value("additionalProperties", ordered_json(true));
+    for (const ordered_json& name : ordered_json(*required)) {
+      if (schema.contains("properties") && schema["properties"].contains(name.get<std::string>())) {
+        continue;
+      }
+      if (others == false) nothing_fits(path + "/required", name.dump() + " is excluded");
+      schema["properties"][name.get<std::string>()] = others;
+    }
+  }
+
+  // Alternatives that no value fits are left out.
+  ordered_json checked_list(const ordered_json& list, const std::string& at, int depth,
+                            bool alternatives) {
+    if (!list.is_array() || list.empty()) refuse_schema(at, "a list of schemas is expected");
+    ordered_json out = ordered_json::array();
+    for (size_t i = 0; i < list.size(); ++i) {
+      const std::string place = fmt::format("{}/{}", at, i);
+      try {
+        if (list[i] == false) nothing_fits(place, "the schema is false");
+        const ordered_json one = checked(list[i], place, depth + 1);
+        // The library takes no "true" in a list.
+        out.push_back(one == true ? ordered_json::object() : one);
+      } catch (const NothingFits&) {
+        if (!alternatives || refers_into_lists_) throw;
+      }
+    }
+    if (out.empty()) nothing_fits(at, "none of the alternatives can be");
+    return out;
+  }
+
+  // What the library reads by itself: a schema without keywords beside "$ref", "allOf", "anyOf",
+  // "oneOf", "const" and "enum", and with a type where keywords need one. It may take fewer values,
+  // and takes no others.
+  ordered_json simplified(const ordered_json& given, const std::string& path, int depth) {
+    ordered_json schema = given;
+    const auto has = [&](const char* keyword) { return schema.contains(keyword); };
+    // Keywords that say nothing by themselves.
+    if (has("uniqueItems") && schema["uniqueItems"] == false) schema.erase("uniqueItems");
+    if (has("propertyNames") && schema["propertyNames"] == true) schema.erase("propertyNames");
+    if (!has("if") || (!has("then") && !has("else"))) {
+      for (const char* keyword : {"if", "then", "else"}) schema.erase(keyword);
+    }
+    if (!has("contains")) {
+      for (const char* keyword : {"minContains", "maxContains"}) schema.erase(keyword);
+    }
+    const bool several = has("allOf") && schema["allOf"].is_array() && schema["allOf"].size() > 1;
+    if (several || ((has("allOf") || has("$ref")) && keywords_of(schema) > 1)) {
+      schema = flat(schema, path, depth);
+    }
+    for (const char* list : {"anyOf", "oneOf"}) {
+      if (has(list) && keywords_of(schema) > 1) return distributed(schema, list, path, depth);
+    }
+    if ((has("const") || has("enum")) && keywords_of(schema) > 1) filter_values(schema, path);
+    if (!has("type")) add_type(schema);
+    // Nothing but the schema's own keywords evaluates anything now.
+    for (const auto& [unevaluated, others] :
+         {std::pair("unevaluatedProperties", "additionalProperties"),
+          std::pair("unevaluatedItems", "items")}) {
+      if (!has(unevaluated)) continue;
+      if (!has(others)) schema[others] = schema[unevaluated];
+      schema.erase(unevaluated);
+    }
+    return schema;
+  }
+
+  static int64_t keywords_of(const ordered_json& schema) {
+    int64_t count = 0;
+    for (const auto& [keyword, value] : schema.items()) count += !kAnnotations.contains(keyword);
+    return count;
+  }
+
+  // Without a type, a keyword holds for values of its type and lets all others pass; answers are of
+  // a type that some keyword is about.
+  static void add_type(ordered_json& schema) {
+    for (const char* sole : {"$ref", "const", "enum", "anyOf", "oneOf", "allOf"}) {
+      if (schema.contains(sole)) return;
+    }
+    ordered_json types = ordered_json::array();
+    const std::pair<const std::set<std::string>*, const char*> kinds[] = {{&kOfObjects, "object"},
+                                                                          {&kOfArrays, "array"},
+                                                                          {&kOfStrings, "string"},
+                                                                          {&kOfNumbers, "number"}};
+    for (const auto& [keywords, type] : kinds) {
+      for (const auto& [keyword, value] : schema.items()) {
+        if (!keywords->contains(keyword)) continue;
+        types.push_back(type);
+        break;
+      }
+    }
+    if (types.size() == 1) schema["type"] = types[0];
+    if (types.size() > 1) schema["type"] = types;
+  }
+
+  // The schema without "$ref" and "allOf" at its top, whose schemas are merged into it.
+  ordered_json flat(const ordered_json& schema, const std::string& path, int depth) {
+    if (depth > kMostDepth || ++merged_ > kMostMerged) {
+      refuse_schema(path,
+                    "schemas that refer to themselves beside other keywords are not supported");
+    }
+    if (schema.is_boolean()) return schema;
+    if (!schema.is_object())
+      refuse_schema(path, "a schema is an object or true or false, not this");
+    ordered_json out = schema;
+    out.erase("$ref");
+    out.erase("allOf");
+    if (const auto ref = schema.find("$ref"); ref != schema.end()) {
+      check_reference(*ref, path);
+      const auto pointer = ordered_json::json_pointer(ref->get_ref<const std::string&>().substr(1));
+      merge(out, flat(root_[pointer], path + "/$ref", depth + 1), path + "/$ref");
+    }
+    if (const auto all = schema.find("allOf"); all != schema.end()) {
+      if (!all->is_array() || all->empty()) {
+        refuse_schema(path + "/allOf", "a list of schemas is expected");
+      }
+      for (size_t i = 0; i < all->size(); ++i) {
+        const std::string at = fmt::format("{}/allOf/{}", path, i);
+        merge(out, flat((*all)[i], at, depth + 1), at);
+      }
+    }
+    return out;
+  }
+
+  // Alternatives with what stands beside them in each.
+  ordered_json distributed(const ordered_json& schema, const std::string& keyword,
+                           const std::string& path, int depth) {
+    ordered_json rest = ordered_json::object(), out = ordered_json::object();
+    for (const auto& [key, value] : schema.items()) {
+      if (key != keyword) (kAnnotations.contains(key) ? out : rest)[key] = value;
+    }
+    const ordered_json& list = schema[keyword];
+    if (!list.is_array() || list.empty()) {
+      refuse_schema(path + "/" + keyword, "a list of schemas is expected");
+    }
+    out[keyword] = ordered_json::array();
+    for (size_t i = 0; i < list.size(); ++i) {
+      const std::string at = fmt::format("{}/{}/{}", path, keyword, i);
+      ordered_json one = rest;
+      try {
+        merge(one, flat(list[i], at, depth + 1), at);
+        out[keyword].push_back(std::move(one));
+      } catch (const NothingFits&) {
+        if (refers_into_lists_) throw;
+      }
+    }
+    if (out[keyword].empty()) nothing_fits(path + "/" + keyword, "none of the alternatives can be");
+    return out;
+  }
+
+  // Makes `a` a schema whose values validate by both. `b` stands at `path`.
+  static void merge(ordered_json& a, const ordered_json& b, const std::string& path) {
+    if (b == true) return;
+    if (b == false) nothing_fits(path, "the schema is false");
+    const auto cannot = [&](const std::string& keyword) {
+      refuse_schema(path + "/" + keyword,
+                    fmt::format("\"{}\" beside what it is merged with is not supported", keyword));
+    };
+    for (const char* both : {"unevaluatedProperties", "unevaluatedItems"}) {
+      if (b.contains(both)) cannot(both);  // it sees the keywords of its own schema alone
+    }
+    // Patterns of one apply to properties of the other.
+    using Two = std::pair<const ordered_json*, const ordered_json*>;
+    for (const auto& [one, other] : {Two(&a, &b), Two(&b, &a)}) {
+      if (!one->contains("patternProperties")) continue;
+      for (const char* keyword :
+           {"properties", "additionalProperties", "patternProperties", "propertyNames"}) {
+        if (other->contains(keyword)) cannot(keyword);
+      }
+    }
+    merge_properties(a, b, path);
+    merge_items(a, b);
+    for (const auto& [keyword, value] : b.items()) {
+      if (kAnnotations.contains(keyword)) continue;
+      if (keyword == "properties" || keyword == "additionalProperties" || keyword == "items" ||
+          keyword == "prefixItems") {
+        continue;
+      }
+      const auto found = a.find(keyword);
+      if (keyword == "enum" || keyword == "const") {
+        merge_values(a, keyword == "const" ? ordered_json::array({value}) : value, path);
+      } else if (found == a.end() || *found == value) {
+        a[keyword] = value;
+      } else if (keyword == "type") {
+        merge_types(a, b, path);
+      } else if (keyword == "required" && found->is_array() && value.is_array()) {
+        for (const ordered_json& name : value) {
+          if (std::ranges::find(*found, name) == found->end()) found->push_back(name);
+        }
+      } else if (keyword.starts_with("min") || keyword == "exclusiveMinimum") {
+        if (!found->is_number() || !value.is_number()) cannot(keyword);
+        if (*found < value) *found = value;
+      } else if (keyword.starts_with("max") || keyword == "exclusiveMaximum") {
+        if (!found->is_number() || !value.is_number()) cannot(keyword);
+        if (value < *found) *found = value;
+      } else if (keyword == "multipleOf" && found->is_number_unsigned() &&
+                 value.is_number_unsigned() && *found > 0 && value > 0 && *found <= kMostMultiple &&
+                 value <= kMostMultiple) {
+        *found = std::lcm(found->get<int64_t>(), value.get<int64_t>());
+      } else {
+        cannot(keyword);
+      }
+    }
+  }
+
+  static ordered_json both_of(const ordered_json& a, const ordered_json& b) {
+    if (a == true || a == b) return b;
+    if (b == true) return a;
+    return ordered_json{{"allOf", {a, b}}};
+  }
+
+  static void merge_properties(ordered_json& a, const ordered_json& b, const std::string& path) {
+    const ordered_json none = ordered_json::object();
+    const auto of = [&](const ordered_json& schema) -> const ordered_json& {
+      const auto found = schema.find("properties");
+      if (found == schema.end()) return none;
+      if (!found->is_object()) refuse_schema(path + "/properties", "an object is expected");
+      return *found;
+    };
+    const auto others = [](const ordered_json& schema) {
+      const auto found = schema.find("additionalProperties");
+      return found == schema.end() ? ordered_json(true) : *found;
+    };
+    const ordered_json from_a = of(a), &from_b = of(b);
+    const ordered_json others_a = others(a), others_b = others(b);
+    ordered_json all = ordered_json::object();
+    for (const auto& [name, value] : from_a.items()) {
+      all[name] = both_of(value, from_b.contains(name) ? from_b[name] : others_b);
+    }
+    for (const auto& [name, value] : from_b.items()) {
+      if (!from_a.contains(name)) all[name] = both_of(others_a, value);
+    }
+    if (!all.empty()) a["properties"] = std::move(all);
+    if (a.contains("additionalProperties") || b.contains("additionalProperties")) {
+      a["additionalProperties"] = others_a == false || others_b == false
+                                      ? ordered_json(false)
+                                      : both_of(others_a, others_b);
+    }
+  }
+
+  static void merge_items(ordered_json& a, const ordered_json& b) {
+    const auto rest = [](const ordered_json& schema) {
+      const auto found = schema.find("items");
+      return found == schema.end() ? ordered_json(true) : *found;
+    };
+    const auto count = [](const ordered_json& schema) {
+      const auto found = schema.find("prefixItems");
+      return found == schema.end() || !found->is_array() ? size_t{0} : found->size();
+    };
+    const auto item = [&](const ordered_json& schema, size_t i) {
+      return i < count(schema) ? schema["prefixItems"][i] : rest(schema);
+    };
+    const size_t most = std::max(count(a), count(b));
+    ordered_json first = ordered_json::array();
+    for (size_t i = 0; i < most; ++i) first.push_back(both_of(item(a, i), item(b, i)));
+    if (a.contains("items") || b.contains("items")) {
+      const ordered_json rest_a = rest(a), rest_b = rest(b);
+      a["items"] =
+          rest_a == false || rest_b == false ? ordered_json(false) : both_of(rest_a, rest_b);
+    }
+    if (most > 0) a["prefixItems"] = std::move(first);
+  }
+
+  static void merge_types(ordered_json& a, const ordered_json& b, const std::string& path) {
+    const std::vector<std::string> from_a = types_of(a, path), from_b = types_of(b, path);
+    ordered_json both = ordered_json::array();
+    const auto has = [](const std::vector<std::string>& types, const std::string& type) {
+      return std::ranges::find(types, type) != types.end() ||
+             (type == "integer" && std::ranges::find(types, "number") != types.end());
+    };
+    for (const char* type : {"null", "boolean", "object", "array", "number", "integer", "string"}) {
+      if (!has(from_a, type) || !has(from_b, type)) continue;
+      if (std::string_view(type) == "integer" && std::ranges::find(both, "number") != both.end()) {
+        continue;
+      }
+      both.push_back(type);
+    }
+    if (both.empty()) nothing_fits(path + "/type", "it excludes the types that are beside it");
+    a["type"] = both.size() == 1 ? both[0] : both;
+  }
+
+  // The values among those that `a` lists, if it does.
+  static void merge_values(ordered_json& a, const ordered_json& values, const std::string& path) {
+    if (!values.is_array() || values.empty()) {
+      refuse_schema(path + "/enum", "a list of values is expected");
+    }
+    ordered_json both = ordered_json::array();
+    const bool listed = a.contains("const") || a.contains("enum");
+    const ordered_json before = a.contains("const") ? ordered_json::array({a["const"]})
+                                : listed            ? a["enum"]
+                                                    : values;
+    for (const ordered_json& value : values) {
+      for (const ordered_json& other : before) {
+        if (!equal_values(value, other)) continue;
+        both.push_back(value);
+        break;
+      }
+    }
+    if (both.empty()) nothing_fits(path, "it excludes the values that are beside it");
+    a.erase("const");
+    a["enum"] = std::move(both);
+  }
+
+  // Keeps the values that validate by the keywords beside them, and those keywords that cannot be
+  // told.
+  static void filter_values(ordered_json& schema, const std::string& path) {
+    if (schema.contains("const") && schema.contains("enum")) {
+      const ordered_json values = schema["enum"];
+      schema.erase("enum");
+      merge_values(schema, values, path);
+    }
+    const bool one = schema.contains("const");
+    const ordered_json values = one ? ordered_json::array({schema["const"]}) : schema["enum"];
+    if (!values.is_array()) return;
+    std::vector<std::string> told;
+    ordered_json kept = values;
+    for (const auto& [keyword, bound] : schema.items()) {
+      if (kAnnotations.contains(keyword) || keyword == "const" || keyword == "enum") continue;
+      ordered_json fitting = ordered_json::array();
+      bool known = true;
+      for (const ordered_json& value : kept) {
+        const std::optional<bool> found = fits(value, keyword, bound, schema, path);
+        known &= found.has_value();
+        if (found.value_or(true)) fitting.push_back(value);
+      }
+      if (!known) continue;
+      kept = std::move(fitting);
+      told.push_back(keyword);
+    }
+    if (kept.empty()) nothing_fits(path, "its values do not validate by the keywords beside them");
+    for (const std::string& keyword : told) schema.erase(keyword);
+    if (!one) schema["enum"] = std::move(kept);
+  }
+
+  // Whether a value validates by a keyword; nothing where that is not told here.
+  static std::optional<bool> fits(const ordered_json& value, const std::string& keyword,
+                                  const ordered_json& bound, const ordered_json& schema,
+                                  const std::string& path) {
+    if (keyword == "type") {
+      const std::vector<std::string> types = types_of(schema, path);
+      return std::ranges::any_of(types,
+                                 [&](const std::string& type) { return is_of_type(value, type); });
+    }
+    if (kOfNumbers.contains(keyword) && value.is_number()) {
+      if (!bound.is_number()) return std::nullopt;
+      if (keyword == "minimum") return value >= bound;
+      if (keyword == "maximum") return value <= bound;
+      if (keyword == "exclusiveMinimum") return value > bound;
+      if (keyword == "exclusiveMaximum") return value < bound;
+      return std::nullopt;
+    }
+    if (kOfStrings.contains(keyword) && value.is_string()) return std::nullopt;
+    if (kOfArrays.contains(keyword) && value.is_array()) {
+      if (!bound.is_number_unsigned()) return std::nullopt;
+      if (keyword == "minItems") return value.size() >= bound.get<uint64_t>();
+      if (keyword == "maxItems") return value.size() <= bound.get<uint64_t>();
+      return std::nullopt;
+    }
+    if (kOfObjects.contains(keyword) && value.is_object()) {
+      if (keyword != "required" || !bound.is_array()) return std::nullopt;
+      return std::ranges::all_of(bound, [&](const ordered_json& name) {
+        return name.is_string() && value.contains(name.get<std::string>());
+      });
+    }
+    const bool about_others = kOfNumbers.contains(keyword) || kOfStrings.contains(keyword) ||
+                              kOfArrays.contains(keyword) || kOfObjects.contains(keyword);
+    return about_others ? std::optional(true) : std::nullopt;
+  }
+
+  static bool is_required(const ordered_json& schema, const std::string& name) {
+    const auto required = schema.find("required");
+    return required != schema.end() && required->is_array() &&
+           std::ranges::find(*required, ordered_json(name)) != required->end();
+  }
+
+  // References into lists keep alternatives where they are; those within a schema that has an "$id"
+  // of its own begin there.
+  void look_for_references(const ordered_json& value, bool outermost) {
+    if (value.is_array()) {
+      for (const ordered_json& one : value) look_for_references(one, false);
+    }
+    if (!value.is_object()) return;
+    for (const auto& [key, inner] : value.items()) {
+      if (key == "$ref" && inner.is_string()) {
+        const auto& text = inner.get_ref<const std::string&>();
+        refers_into_lists_ |=
+            text.find("/anyOf/") != text.npos || text.find("/oneOf/") != text.npos;
+      }
+      has_inner_id_ |= key == "$id" && !outermost && inner.is_string();
+      look_for_references(inner, false);
+    }
+  }
+
   static std::vector<std::string> types_of(const ordered_json& schema, const std::string& path) {
     static const std::set<std::string> kTypes = {"null",   "boolean", "object", "array",
                                                  "number", "integer", "string"};
@@ -187,9 +642,6 @@ class SchemaCheck {
       }
     }
     if (sole == nullptr) check_constraints(schema, path, types);
-    if (const auto all = schema.find("allOf"); all != schema.end() && all->size() > 1) {
-      refuse_schema(path + "/allOf", "\"allOf\" of several schemas is not supported");
-    }
     if (const auto ref = schema.find("$ref"); ref != schema.end()) check_reference(*ref, path);
     if (const auto list = schema.find("enum"); list != schema.end()) {
       if (!list->is_array() || list->empty()) {
@@ -205,20 +657,25 @@ class SchemaCheck {
     const ordered_json values =
         sole == "const" ? ordered_json::array({schema["const"]}) : schema["enum"];
     const auto is_of = [&](const ordered_json& value) {
-      for (const std::string& type : types) {
-        if ((type == "null" && value.is_null()) || (type == "boolean" && value.is_boolean()) ||
-            (type == "object" && value.is_object()) || (type == "array" && value.is_array()) ||
-            (type == "string" && value.is_string()) || (type == "number" && value.is_number()) ||
-            (type == "integer" && value.is_number_integer())) {
-          return true;
-        }
-      }
-      return false;
+      return std::ranges::any_of(types,
+                                 [&](const std::string& type) { return is_of_type(value, type); });
     };
     for (const ordered_json& value : values) {
       if (!is_of(value)) return false;
     }
     return true;
+  }
+
+  // A control character is written as an escape in JSON, which the library does not do.
+  static void check_pattern(const ordered_json& pattern, const std::string& at) {
+    if (!pattern.is_string()) refuse_schema(at, "a text is expected");
+    const auto& text = pattern.get_ref<const std::string&>();
+    bool control = std::ranges::any_of(text, [](char c) { return c >= 0 && c < ' '; });
+    for (const char* escape :
+         {"\\c", "\\t", "\\n", "\\r", "\\f", "\\v", "\\0", "\\x0", "\\x1", "\\u000", "\\u001"}) {
+      control |= text.find(escape) != text.npos;
+    }
+    if (control) refuse_schema(at, "a pattern of control characters is not supported");
   }
 
   static void check_constraints(const ordered_json& schema, const std::string& path,
@@ -237,11 +694,6 @@ class SchemaCheck {
                           : kOfObjects.contains(keyword) ? "object"
                                                          : nullptr;
       if (needs == nullptr) continue;
-      // Without a type every value that is none of these would validate, and the library writes
-      // none of the others.
-      if (types.empty()) {
-        refuse_schema(at, fmt::format("\"{}\" needs \"type\" beside it", keyword));
-      }
       if (!has_type(needs) && !(std::string_view(needs) == "number" && has_type("integer")))
         continue;
       if (keyword == "multipleOf" && has_type("number")) {
@@ -265,9 +717,8 @@ class SchemaCheck {
           refuse_schema(path + "/format", "the format " + format->dump() + " is not supported");
         }
       }
-      if (const auto pattern = schema.find("pattern");
-          pattern != schema.end() && !pattern->is_string()) {
-        refuse_schema(path + "/pattern", "a text is expected");
+      if (const auto pattern = schema.find("pattern"); pattern != schema.end()) {
+        check_pattern(*pattern, path + "/pattern");
       }
     }
     if (const auto required = schema.find("required"); required != schema.end()) {
@@ -292,6 +743,9 @@ class SchemaCheck {
     const std::string at = path + "/$ref";
     if (!reference.is_string()) refuse_schema(at, "a text is expected");
     const std::string text = reference.get<std::string>();
+    if (has_inner_id_) {
+      refuse_schema(at, "a reference in a schema with an \"$id\" within it is not supported");
+    }
     if (text == "#") return;
     if (!text.starts_with("#/")) {
       refuse_schema(at, fmt::format("the reference \"{}\" leads outside the schema", text));
@@ -321,6 +775,8 @@ class SchemaCheck {
   }
 
   const ordered_json& root_;
+  bool refers_into_lists_ = false, has_inner_id_ = false;
+  int merged_ = 0;
 };
 
 }  // namespace
