@@ -280,16 +280,15 @@ int run_generate(const CommonOptions& common, GenerateArguments& arguments) {
   const Tokenizer tokenizer = load_tokenizer(common.checkpoint, config);
   options.stop_tokens = stop_tokens(common.checkpoint, config, tokenizer, arguments.end_tokens);
   options.grammar = read_grammar(arguments, tokenizer);
-  const SessionOptions planned =
-      plan_cache(common, config,
-                 {.slots = talks ? 1 : std::min(arguments.batch, std::ssize(prompts)),
-                  .capacity = talks ? std::min(config.context, kConversationTokens)
-                                    : session_capacity(config, tokenizer, prompts, options),
-                  .ffn = policy,
-                  .draft_tokens = draft_tokens_of(
-                      options.speculate, talks ? 1 : std::min(arguments.batch, std::ssize(prompts)),
-                      use_cuda(common)),
-                  .cache = {.eight_bits = arguments.cache_8bit}});
+  const SessionOptions planned = plan_cache(
+      common, config,
+      {.slots = talks ? 1 : std::min(arguments.batch, std::ssize(prompts)),
+       .capacity = talks ? std::min(config.context, kConversationTokens)
+                         : session_capacity(config, tokenizer, prompts, options),
+       .ffn = policy,
+       .draft_tokens = draft_tokens_of(options.speculate,
+                                       talks ? 1 : std::min(arguments.batch, std::ssize(prompts))),
+       .cache = {.eight_bits = arguments.cache_8bit}});
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});
   const std::unique_ptr<Session> session = engine->session(planned);
 

@@ -47,8 +47,8 @@ Option& add_preset_option(Command& command, std::string& name, std::string help)
 Option& add_out_option(Command& command, CommonOptions& common, std::string help);
 // Declares --speculate.
 void add_speculate_option(Command& command, int64_t& speculate);
-// Guessed tokens that a session takes in a step: those of a few sequences. InputError on a GPU.
-int64_t draft_tokens_of(int64_t speculate, int64_t slots, bool on_gpu);
+// Guessed tokens that a session takes in a step: those of a few sequences.
+int64_t draft_tokens_of(int64_t speculate, int64_t slots);
 // Declares --weights: the type in which the checkpoint's projections are loaded.
 void add_weights_option(Command& command, CommonOptions& common);
 // How to load the checkpoint: --weights and --allow-non-finite.

@@ -157,7 +157,7 @@ int run_serve(const CommonOptions& common, ServeArguments& arguments) {
       {.slots = arguments.batch,
        .capacity = arguments.context > 0 ? arguments.context : std::min(context, kDefaultContext),
        .ffn = policy,
-       .draft_tokens = draft_tokens_of(options.speculate, arguments.batch, use_cuda(common)),
+       .draft_tokens = draft_tokens_of(options.speculate, arguments.batch),
        .cache = {.eight_bits = arguments.cache_8bit}},
       arguments.cache_mib << 20);
   const std::unique_ptr<Engine> engine = load_engine(common, {.session = planned});

@@ -138,8 +138,6 @@ class LoadedEngine {
         tokenizer_(Tokenizer::load(folder_ / "tokenizer.json")) {
     TWELL_REQUIRE(arguments.speculate >= 0 && arguments.speculate <= kMostDraft,
                   "speculate: from 0 to {} tokens, got {}", kMostDraft, arguments.speculate);
-    TWELL_REQUIRE(arguments.speculate == 0 || device_ < 0,
-                  "speculate needs device=\"cpu\": on GPUs guessed tokens are not verified yet");
     TWELL_REQUIRE(arguments.context <= config_.context,
                   "context {} is longer than the model's context of {} tokens", arguments.context,
                   config_.context);
