@@ -276,7 +276,9 @@ TEST_F(GenerateCudaTest, GuessedTokensAreDrawnFromAsIfAppendedAlone) {
         session.drawn(session.append_and_draw(tokens, draws), next);
         for (size_t i = 0; i <= drafts; ++i) {
           const TokenLogProbs got = session.drawn_log_probs(static_cast<int64_t>(i));
-          EXPECT_NEAR(got.token.log_prob, want[at + i].token.log_prob, 0.1) << at + i;
+          // Logits in bf16 of this model differ by up to 0.14 between numbers of rows; those of
+          // neighbouring tokens differ by 2.4 on average.
+          EXPECT_NEAR(got.token.log_prob, want[at + i].token.log_prob, 0.25) << at + i;
         }
         // The last guess is given up, and its place is written again.
         session.keep(0, std::span(text).subspan(at + 1, drafts - 1));
@@ -293,6 +295,11 @@ TEST_F(GenerateCudaTest, GuessedTokensChangeNoText) {
     const std::string once = random_text(static_cast<int64_t>(5 + i * 13 % 60), i);
     prompts.push_back(once + once + once.substr(0, once.size() / 2));
   }
+  // A random model rarely repeats its prompt, so every other text consists of two tokens only.
+  const auto only = [](size_t i) {
+    return i % 2 == 0 ? std::vector<int32_t>{}
+                      : std::vector{static_cast<int32_t>(1 + i), static_cast<int32_t>(30 + i)};
+  };
   for (const bool eight_bits : {false, true}) {
     for (const int64_t slots : {1, 6}) {
       // Keys and values of six sequences would need 48 blocks.
@@ -314,6 +321,7 @@ TEST_F(GenerateCudaTest, GuessedTokensChangeNoText) {
                .sampler = {.temperature = 0.0f}},
               [&done, i](int64_t, Generation generation) { done[i] = std::move(generation); });
           request.stop_at_end_of_text = false;
+          for (const int32_t id : only(i)) request.logit_bias.push_back({id, 50.0f});
           scheduler.submit(std::move(request));
         }
         while (scheduler.step()) {
@@ -325,7 +333,8 @@ TEST_F(GenerateCudaTest, GuessedTokensChangeNoText) {
       for (size_t i = 0; i < prompts.size(); ++i) {
         SCOPED_TRACE(testing::Message() << i << ", 8 bits: " << eight_bits << ", slots " << slots);
         EXPECT_EQ(done[i].ids.size(), want[i].ids.size());
-        expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want[i].ids);
+        expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want[i].ids,
+                                 0.05f, only(i));
       }
       EXPECT_GT(stats.accepted, 500) << "of " << stats.drafted;
       EXPECT_LT(stats.accepted, stats.drafted);

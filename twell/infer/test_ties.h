@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -16,19 +17,27 @@
 namespace twell {
 
 // relative: two logits count as equal when their difference is at most this share of the larger
-// one.
+// one. only: the tokens that the texts consist of; empty: any.
 inline void expect_same_but_for_ties(Session& judge, std::span<const int32_t> prompt,
                                      const std::vector<int32_t>& got,
-                                     const std::vector<int32_t>& want, float relative = 0.05f) {
+                                     const std::vector<int32_t>& want, float relative = 0.05f,
+                                     const std::vector<int32_t>& only = {}) {
   if (got == want) return;
   judge.clear(0);
-  std::span<const float> logits = judge.append(0, prompt);
+  std::vector<float> logits;
+  const auto take = [&](std::span<const float> all) {
+    logits.assign(all.begin(), all.end());
+    if (only.empty()) return;
+    std::ranges::fill(logits, -std::numeric_limits<float>::infinity());
+    for (const int32_t id : only) logits[static_cast<size_t>(id)] = all[static_cast<size_t>(id)];
+  };
+  take(judge.append(0, prompt));
   for (size_t i = 0; i < got.size(); ++i) {
     const float top = *std::ranges::max_element(logits);
     ASSERT_LE(top - logits[static_cast<size_t>(got[i])], relative * std::abs(top))
         << "token " << i << " of " << got.size() << " is " << got[i];
     if (judge.length(0) == judge.capacity()) return;
-    logits = judge.append(0, std::span(got).subspan(i, 1));
+    take(judge.append(0, std::span(got).subspan(i, 1)));
   }
   // A text that ends before the other one does has drawn an end-of-text token, which its ids do not
   // include, and with which the other one almost went on.
