@@ -334,7 +334,7 @@ TEST_F(GenerateCudaTest, GuessedTokensChangeNoText) {
         SCOPED_TRACE(testing::Message() << i << ", 8 bits: " << eight_bits << ", slots " << slots);
         EXPECT_EQ(done[i].ids.size(), want[i].ids.size());
         expect_same_but_for_ties(alone, tokenizer_.encode(prompts[i]), done[i].ids, want[i].ids,
-                                 0.05f, only(i));
+                                 0.1f, only(i));
       }
       EXPECT_GT(stats.accepted, 500) << "of " << stats.drafted;
       EXPECT_LT(stats.accepted, stats.drafted);

@@ -16,7 +16,7 @@
 
 namespace twell {
 
-// relative: two logits count as equal when their difference is at most this share of the larger
+// relative: two logits count as equal when their difference is at most this share of the largest
 // one. only: the tokens that the texts consist of; empty: any.
 inline void expect_same_but_for_ties(Session& judge, std::span<const int32_t> prompt,
                                      const std::vector<int32_t>& got,
@@ -25,7 +25,9 @@ inline void expect_same_but_for_ties(Session& judge, std::span<const int32_t> pr
   if (got == want) return;
   judge.clear(0);
   std::vector<float> logits;
+  float tolerance = 0.0f;
   const auto take = [&](std::span<const float> all) {
+    tolerance = relative * std::abs(*std::ranges::max_element(all));
     logits.assign(all.begin(), all.end());
     if (only.empty()) return;
     std::ranges::fill(logits, -std::numeric_limits<float>::infinity());
@@ -34,7 +36,7 @@ inline void expect_same_but_for_ties(Session& judge, std::span<const int32_t> pr
   take(judge.append(0, prompt));
   for (size_t i = 0; i < got.size(); ++i) {
     const float top = *std::ranges::max_element(logits);
-    ASSERT_LE(top - logits[static_cast<size_t>(got[i])], relative * std::abs(top))
+    ASSERT_LE(top - logits[static_cast<size_t>(got[i])], tolerance)
         << "token " << i << " of " << got.size() << " is " << got[i];
     if (judge.length(0) == judge.capacity()) return;
     take(judge.append(0, std::span(got).subspan(i, 1)));
@@ -47,7 +49,7 @@ inline void expect_same_but_for_ties(Session& judge, std::span<const int32_t> pr
   if (!begins_same || got.size() > want.size()) return;
   std::vector<float> top(logits.begin(), logits.end());
   std::partial_sort(top.begin(), top.begin() + 2, top.end(), std::greater<>());
-  EXPECT_LE(top[0] - top[1], relative * std::abs(top[0])) << "it ends after " << got.size();
+  EXPECT_LE(top[0] - top[1], tolerance) << "it ends after " << got.size();
 }
 
 }  // namespace twell
