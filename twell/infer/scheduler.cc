@@ -543,35 +543,49 @@ bool Scheduler::grows(const Request& request) const {
          request.prompt_tokens() + request.usage.tokens + request.unknown < session_.capacity();
 }
 
-std::vector<int32_t> Scheduler::guess(Request& request, int64_t rows, int64_t room, double& cost) {
-  // With a filter, whether a guess is allowed is known once the one before it is.
-  if (options_.speculate == 0 || room == 0 || request.asked.filter) return {};
+double Scheduler::draft_cost(int64_t rows, int64_t count) const {
+  if (count == 0) return 0.0;
   const double alone = session_.step_cost(rows);
   // The time that a step takes longer delays every sequence by a share of a token. The host also
   // waits for the result before it begins the next step.
   const double wait = session_.draws_ahead() > 0 ? kWait : 0.0;
-  const auto cost_of = [&](int64_t count) {
-    if (count == 0) return 0.0;
-    const double longer = session_.step_cost(rows + count) - alone + wait;
-    return static_cast<double>(rows) * longer / alone;
-  };
+  return static_cast<double>(rows) * (session_.step_cost(rows + count) - alone + wait) / alone;
+}
+
+std::vector<int32_t> Scheduler::guess(Request& request, int64_t rows, int64_t room) {
+  // With a filter, whether a guess is allowed is known once the one before it is.
+  if (options_.speculate == 0 || room == 0 || request.asked.filter) return {};
+  const auto cost_of = [&](int64_t count) { return draft_cost(rows, count); };
   // The last row draws the token behind the last guess.
   const int64_t context = std::ssize(request.context) + request.unknown;
   const int64_t most =
       std::min({room, request.draft_length.next(cost_of), session_.capacity() - context - 1,
                 request.asked.max_tokens - request.usage.tokens - request.unknown - 1});
   if (most <= 0) return {};
-  std::vector<int32_t> drafts = request.lookup.guess(request.context, most);
-  cost = cost_of(std::ssize(drafts));
-  return drafts;
+  return request.lookup.guess(request.context, most);
+}
+
+std::vector<std::vector<int32_t>> Scheduler::guesses(int64_t rows) {
+  std::vector<std::vector<int32_t>> out;
+  int64_t count = 0;
+  for (Request* request : running_) {
+    if (!grows(*request)) continue;
+    out.push_back({});
+    if (request->unknown > 0) continue;
+    out.back() = guess(*request, rows, session_.draft_tokens() - count);
+    count += std::ssize(out.back());
+  }
+  for (const int64_t taken = session_.drafts_of_step(count); count > taken; --count) {
+    std::ranges::max_element(out, {}, [](const auto& drafts) { return drafts.size(); })->pop_back();
+  }
+  return out;
 }
 
 bool Scheduler::waits_for_guesses() {
   const int64_t rows = std::ssize(running_);
   for (Request* request : running_) {
-    double cost = 0.0;
     if (request->unknown == 0 || !grows(*request)) continue;
-    if (guess(*request, rows, session_.draft_tokens(), cost).empty()) continue;
+    if (guess(*request, rows, session_.draft_tokens()).empty()) continue;
     // A wrong guess for the unknown token costs the wait alone.
     request->draft_length.took(0, 0, static_cast<double>(rows) * kWait / session_.step_cost(rows));
     return true;
@@ -609,17 +623,13 @@ bool Scheduler::begin_pass() {
   std::vector<int32_t> last;                // tokens of sequences that grow
   last.reserve(running_.size());
   const auto growing = std::ranges::count_if(running_, [&](auto* one) { return grows(*one); });
-  int64_t room = session_.draft_tokens();
+  std::vector<std::vector<int32_t>> drafts = guesses(growing);
   for (Request* request : running_) {
     if (!grows(*request)) continue;
-    Pass::Row row{.request = request};
-    if (request->unknown == 0) row.drafts = guess(*request, growing, room, row.cost);
+    Pass::Row row{.request = request, .drafts = std::move(drafts[pass.rows.size()])};
     // Nobody loses a place for a guess.
-    if (!session_.reserve(request->slot, 1 + std::ssize(row.drafts))) {
-      row.drafts.clear();
-      row.cost = 0.0;
-    }
-    room -= std::ssize(row.drafts);
+    if (!session_.reserve(request->slot, 1 + std::ssize(row.drafts))) row.drafts.clear();
+    row.cost = draft_cost(growing, std::ssize(row.drafts));
     last.push_back(request->unknown > 0 ? Session::the_drawn(request->row)
                                         : request->context.back());
     tokens.push_back({.slot = request->slot, .ids = {&last.back(), 1}});

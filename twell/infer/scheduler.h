@@ -220,9 +220,13 @@ class Scheduler {
   // Begins a pass of the session with a token of every sequence that grows, and pieces of prompts
   // behind them; false when there is nothing to begin.
   bool begin_pass();
+  // Tokens that so many guesses delay, in a pass whose other rows are so many.
+  double draft_cost(int64_t rows, int64_t count) const;
   // What the next pass, whose other rows are so many, guesses for the request: at most `room`
-  // tokens, and no more than pay. `cost` is set to theirs.
-  std::vector<int32_t> guess(Request& request, int64_t rows, int64_t room, double& cost);
+  // tokens, and no more than pay.
+  std::vector<int32_t> guess(Request& request, int64_t rows, int64_t room);
+  // The same of each sequence that grows, in their order, as many as the session takes in a step.
+  std::vector<std::vector<int32_t>> guesses(int64_t rows);
   // Whether guesses may follow a token that is being drawn, so that it is worth waiting for.
   bool waits_for_guesses();
   // Adds the entry's draws to those of the pass.

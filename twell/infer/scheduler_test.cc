@@ -112,6 +112,7 @@ class FakeSession : public Session {
     if (!calls_.empty()) ++overlapped;
   }
   int64_t draws_ahead() const override { return ahead_; }
+  int64_t drafts_of_step(int64_t drafts) const override { return drafts - drafts % draft_unit; }
   double step_cost(int64_t rows) const override { return 1.0 + 0.01 * static_cast<double>(rows); }
   void append_logits(int64_t, std::span<const int32_t>, const OnLogits&) override {}
   TokenLogProbs drawn_log_probs(int64_t) override {
@@ -121,6 +122,7 @@ class FakeSession : public Session {
   int64_t prefill_tokens() const override { return prefill_tokens_; }
   const ModelConfig& config() const override { return config_; }
 
+  int64_t draft_unit = 1;        // calls take multiples of it
   int64_t passed = 0;            // tokens
   int64_t overlapped = 0;        // calls that were asked when the next one had begun
   int64_t fail_after = -1;       // calls that draw; negative: never
@@ -385,6 +387,20 @@ TEST_F(SchedulerTest, GuessedTokensSaveSteps) {
     EXPECT_EQ(wanders.ids, expected(asked[1], 256));
     EXPECT_GT(scheduler.stats().steps - steps, 95);
   }
+  // Sequences together guess no more than the session takes.
+  FakeSession units(3, 256, 128, 4, 128, 0, /*draft_tokens=*/16);
+  units.draft_unit = 5;
+  Scheduler together(units, tokenizer_, {.speculate = 16});
+  std::array<TimedEvents, 3> events;
+  std::vector<GenerationRequest> all;
+  for (int i = 0; i < 3; ++i)
+    all.push_back(request(counting(1 + i, 8), 100, events[static_cast<size_t>(i)], 3));
+  for (const GenerationRequest& one : all) together.submit(one);
+  while (together.step()) {
+  }
+  for (size_t i = 0; i < 3; ++i) EXPECT_EQ(events[i].ids, expected(all[i], 256));
+  EXPECT_GT(together.stats().accepted, 45);
+  EXPECT_EQ(together.stats().drafted % 5, 0);
   FakeSession session(2, 256, 128, 4, 64, 0, 4);
   EXPECT_THROW(Scheduler(session, tokenizer_, {.speculate = -1}), InputError);
   EXPECT_THROW(Scheduler(session, tokenizer_, {.speculate = 65}), InputError);

@@ -113,6 +113,8 @@ class Session {
   // Appends the first drafts of the last call, which turned out right, and gives back the room of
   // the others.
   void keep(int64_t slot, std::span<const int32_t> drafts);
+  // How many of so many drafts a call should take at most.
+  virtual int64_t drafts_of_step(int64_t drafts) const { return drafts; }
   // The time of a step with so many rows, in steps with one.
   virtual double step_cost(int64_t rows) const = 0;
 

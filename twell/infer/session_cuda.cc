@@ -2,6 +2,7 @@
 #include "twell/infer/session_cuda.h"
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "twell/base/cpu_limit.h"
@@ -522,6 +523,10 @@ int64_t SessionCuda::draw_ids(std::span<const Draw> draws, const float* uniforms
   results.copied.record(ctx_.stream());
   results.tokens = tokens;
   return ++calls_;
+}
+
+int64_t SessionCuda::drafts_of_step(int64_t drafts) const {
+  return static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(drafts)));
 }
 
 double SessionCuda::step_cost(int64_t rows) const {

@@ -36,6 +36,8 @@ class SessionCuda : public Session {
   int64_t append_and_draw(std::span<const NewTokens> tokens, std::span<const Draw> draws) override;
   void drawn(int64_t call, std::span<int32_t> next) override;
   int64_t draws_ahead() const override { return std::ssize(results_) - 1; }
+  // Powers of two: each number of rows costs its first steps more, to capture their graph.
+  int64_t drafts_of_step(int64_t drafts) const override;
   double step_cost(int64_t rows) const override;
   void append_logits(int64_t slot, std::span<const int32_t> ids,
                      const OnLogits& on_logits) override;
