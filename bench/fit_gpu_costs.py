@@ -6,6 +6,7 @@ constants of the source differ.
 
     cd bench/results && sweeps=2026-11-23-sweeps.csv && python3 ../fit_gpu_costs.py \
         $sweeps:h200_fitted $sweeps:h200_before 2026-11-23-h200-medium-batch.csv \
+        2026-11-27-h200-row-stream.csv \
         2026-11-22-h100-ffn-sweep-quick.jsonl -- $sweeps:h200_rules $sweeps:h100
 
 FILE:SWEEP is one sweep of a file with columns SWEEP.NAME.
@@ -51,6 +52,7 @@ MEDIUM_SHARE, UNION_SHARE = 0.935, 0.95  # or of these where unions are counted,
 UNSPLIT_SHARE = 0.90  # or of this one where a medium batch counted one over UNEVEN times the mean
 BATCH_FFN = 8448  # most neurons of a dense batch
 UNEVEN = 1.25
+STREAM_WIDTH = 4096  # most columns of row-stream
 STEADY = 0.04  # repeated times of the same kernels differ by less, as logarithms
 MEDIUM_ACTIVATIONS = 12e6  # most tokens times F of a medium batch
 
@@ -171,6 +173,11 @@ def decode_rows_cost(p, c):
             + move(c, 4e-6 * c.d * active, p["active_bytes"]))
 
 
+def row_stream_cost(p, c):
+    return (p["launches"] + p["part"] * c.m * c.d
+            + move(c, 2e-6 * c.d * c.f + 4e-6 * c.d * union_of(c, c.m), p["bytes"]))
+
+
 def small_batch_cost(p, c):
     calls = ceil(c.m / 64)
     passes = ceil(c.f / (CLUSTERS * 192))
@@ -248,6 +255,7 @@ COSTS = {
     "dense-batch": (dense_batch_cost, {"launches": 4.5, "token": 0.04, "bytes": 0.77}),
     "decode-rows": (decode_rows_cost, {"launches": 2, "pass": 4, "group": 1.2, "active": 0.4,
                                        "first_bytes": 2, "active_bytes": 0.4}),
+    "row-stream": (row_stream_cost, {"launches": 7, "part": 2e-4, "bytes": 0.8}),
     "small-batch": (small_batch_cost, {"launches": 2, "round": 4, "chunk": 0.5, "x": 0.1,
                                        "down_step": 0.5, "first_bytes": 1, "active_bytes": 1}),
     "medium-batch": (medium_batch_cost, {
@@ -297,6 +305,7 @@ def fitted_rows(rows, more):
     few = [row for row in more if row["bandwidth"] != H200 and row["tokens"] <= 64]
     of["decode-rows"] += sparse("decode-rows", few)
     of["small-batch"] += sparse("small-batch", few)
+    of["row-stream"] = sparse("row-stream", more)
     for row in more:
         medium = row["sparse"] == "medium-batch" and row["tokens"] * row["ffn"] <= MEDIUM_ACTIVATIONS
         union = row["sparse"] == "tile-union" and row["tokens"] <= 1024
@@ -350,7 +359,7 @@ def candidates(row):
         dense = "dense-rows"
     elif tokens <= 64 and row["ffn"] <= BATCH_FFN:
         dense = "dense-batch"
-    few = ["decode-rows"] if tokens <= 8 else ["small-batch"] if tokens <= 128 else []
+    few = ["decode-rows", "row-stream"][:1 + (row["width"] <= STREAM_WIDTH)] if tokens <= 8 else ["small-batch"] if tokens <= 128 else []
     medium = 64 < tokens <= 2048 and tokens * row["ffn"] <= MEDIUM_ACTIVATIONS
     return [dense, *few, *(["medium-batch"] if medium else []), "tile-union"]
 
@@ -403,7 +412,7 @@ def choices(rows, p, ran):
 # --- The source --------------------------------------------------------------------------------------
 
 STRUCTS = {"dense": "dense", "dense-rows": "dense_rows", "dense-batch": "dense_batch",
-           "decode-rows": "decode", "small-batch": "small", "medium-batch": "medium",
+           "decode-rows": "decode", "row-stream": "stream", "small-batch": "small", "medium-batch": "medium",
            "tile-union": "tile_union"}
 
 
@@ -453,7 +462,7 @@ def main():
         rows = read(path)
         of = fitted_rows(rows, [])
         print(f"{path}:")
-        for launch in of:
+        for launch in filter(of.get, of):
             print(f"    {launch}: {describe(errors(COSTS[launch][0], p[launch], of[launch]))}")
         ran = {row["case"]: row["us"] for kind in ("dense-rows", "dense-batch") for row in of[kind]}
         choices(rows, p, ran)

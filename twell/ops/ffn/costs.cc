@@ -39,6 +39,13 @@ struct GpuCosts {
     double first_bytes = 1.928;   // the first weight
     double active_bytes = 0.426;  // rows of the others, each read by itself
   } decode;
+  // A CTA per SM streams the rows of its neurons and leaves a part of y. Fitted to the shapes of
+  // bench/results/2026-11-27-h200-row-stream.csv.
+  struct {
+    double launches = 6.712;
+    double part = 2.969e-4;  // per token and column
+    double bytes = 0.8144;
+  } stream;
   // A cluster of four CTAs reads its neurons in passes, in chunks of 64 columns per CTA.
   struct {
     double launches = 2.329, round = 4.042, chunk = 0.5241;
@@ -340,6 +347,14 @@ double decode_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity
          s.work(passes * (costs.pass + costs.group * groups) + costs.active * active / s.sms) +
          s.move(2.0 * s.d * s.f, costs.first_bytes) +
          s.move(active_rows(layer, s, active), costs.active_bytes);
+}
+
+double row_stream(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const auto& costs = kCosts.stream;
+  return costs.launches + s.work(costs.part * s.m * s.d) +
+         s.move(2.0 * s.d * s.f + active_rows(layer, s, grown_union(s, activity, s.m)),
+                costs.bytes);
 }
 
 // More than 64 tokens run as equal calls.

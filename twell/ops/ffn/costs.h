@@ -14,6 +14,7 @@ double dense_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&
 double dense_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double dense_gemms(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double decode_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
+double row_stream(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double small_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double medium_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double tile_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);

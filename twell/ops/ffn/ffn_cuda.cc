@@ -64,7 +64,7 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
           .row_nnz = DeviceBuffer<int32_t>(chunk_tokens_),
           .tile_union = TileUnionWorkspace(chunk_tokens_, ffn),
           .row_fused = RowFusedWorkspace(ctx, chunk_tokens_, width),
-          .few_tokens = FewTokenWorkspace(ffn),
+          .few_tokens = FewTokenWorkspace(ffn, width),
           .hidden_scales = {},
           .w_down = {},
           .dense = {}} {

@@ -39,7 +39,7 @@ class FfnWorkspaceCuda {
   static int64_t bytes_for_bytes(const CudaContext& ctx, int64_t max_tokens, int64_t width,
                                  int64_t ffn);
   int64_t bytes() const;
-  // What bytes() will be, less a few MiB of the executions that take little memory.
+  // What bytes() will be, less up to 30 MiB of the executions that take little memory.
   static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);
   // What chunk_tokens() will be: up to 135,168 on an H200, half of that where the memory would
   // exceed 5 GiB, and less still for an F so large that it would exceed 16 GiB.

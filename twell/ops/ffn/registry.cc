@@ -25,6 +25,7 @@ void launch_dense_batch(const FfnCallCuda& call);
 void launch_dense_gemms(const FfnCallCuda& call);
 void launch_dense_few_bytes(const FfnCallCuda& call);
 void launch_few_tokens(const FfnCallCuda& call);
+void launch_row_stream(const FfnCallCuda& call);
 void launch_medium_batch(const FfnCallCuda& call);
 void launch_tile_union(const FfnCallCuda& call);
 void launch_portable_rows(const FfnCallCuda& call);
@@ -43,6 +44,7 @@ constexpr int64_t kUnionWidth = 131072;
 constexpr int64_t kUnionFfn = 524288;                      // a bit per neuron in shared memory
 constexpr int64_t kPortableFfn = 131072;                   // the same in 99 KiB
 constexpr int64_t kUnionWeights = (int64_t{1} << 35) - 1;  // 16-byte pieces are counted in 32 bits
+constexpr int64_t kStreamWidth = 4096;        // sums of y that fit into a CTA's registers
 constexpr int64_t k2To24 = int64_t{1} << 24;  // neurons and columns are 32-bit in these kernels
 
 // With more, tile-union is nearly always faster: its gate GEMM loads larger tiles.
@@ -106,6 +108,15 @@ constexpr std::array kRegistry = {
                     .cost = ffn_costs::decode_rows,
                     .needed_share = ffn_costs::sparse_share,
                     .launch = TWELL_FFN_LAUNCH(launch_few_tokens)},
+    GpuFfnExecution{.name = "row-stream",
+                    .limits = {.activations = kZeros,
+                               .most_width = kStreamWidth,
+                               .most_ffn = k2To24,
+                               .most_tokens = 8,
+                               .norm = true},
+                    .cost = ffn_costs::row_stream,
+                    .needed_share = ffn_costs::sparse_share,
+                    .launch = TWELL_FFN_LAUNCH(launch_row_stream)},
     GpuFfnExecution{.name = "small-batch",
                     .limits = {.activations = kZeros,
                                .most_width = k2To24,

@@ -38,11 +38,13 @@ Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerA
   const bool measured = activity.nnz_per_token >= 0.0;
   if (call.policy == FfnPolicy::kAuto && measured && dense_is_cheaper) return {dense};
   if (!hopper) return {"row-fused"};
-  if (!call.counts_rows && few) return {"decode-rows"};
+  // Auto weighs executions by their costs, once measured.
+  const bool weighs = call.policy == FfnPolicy::kAuto && measured;
+  if (!call.counts_rows && few) {
+    return {weighs && chosen == "row-stream" ? chosen : "decode-rows"};
+  }
   if (!call.counts_rows && call.tokens <= 64) return {"small-batch"};
-  // Auto weighs these by their costs, once measured.
   if (!call.counts_rows && call.tokens <= 128) {
-    const bool weighs = call.policy == FfnPolicy::kAuto && measured;
     const bool medium = weighs && chosen == "medium-batch";
     return {medium ? chosen : "small-batch"};
   }
@@ -75,6 +77,7 @@ std::vector<GpuFfnLayer> every_layer() {
 
 TEST(GpuFfnRegistry, EveryCall) {
   const LayerActivity unmeasured, light{.nnz_per_token = 3.0, .union_share = 0.02},
+      heavy{.nnz_per_token = 560.0, .union_share = 0.9},
       full{.nnz_per_token = 5632.0, .union_share = 1.0};
   std::set<std::string_view> seen;
   for (const GpuFfnLayer& layer : every_layer()) {
@@ -82,7 +85,7 @@ TEST(GpuFfnRegistry, EveryCall) {
       for (const int64_t tokens : {1, 5, 8, 9, 63, 64, 65, 128, 129, 1024, 4096}) {
         for (const bool norm : {false, true}) {
           for (const bool counts : {false, true}) {
-            for (const LayerActivity& activity : {unmeasured, light, full}) {
+            for (const LayerActivity& activity : {unmeasured, light, heavy, full}) {
               const GpuFfnCall call{
                   .tokens = tokens, .policy = policy, .norm = norm, .counts_rows = counts};
               SCOPED_TRACE(testing::Message()
@@ -99,7 +102,9 @@ TEST(GpuFfnRegistry, EveryCall) {
               EXPECT_EQ(choice.execution->name,
                         expected(layer, call, activity, dense, choice.execution->name).launch);
               if (policy == FfnPolicy::kAuto && activity.nnz_per_token == 5632.0) {
-                EXPECT_TRUE(dense);
+                // Where dense-rows does not take the call, a stream of all rows is the faster one.
+                const bool streams = tokens <= 8 && tokens > layer.row_tokens;
+                EXPECT_TRUE(dense || (streams && choice.execution->name == "row-stream"));
               }
               EXPECT_FALSE(choice.reason.empty());
               seen.insert(choice.execution->name);
@@ -154,9 +159,9 @@ TEST(GpuFfnRegistry, RefusesWhatIsTooLarge) {
   for (const GpuFfnExecution& row : gpu_ffn_registry()) {
     const GpuFfnCall call{.tokens = row.limits.least_tokens};
     EXPECT_EQ(gpu_ffn_unsupported(row, wide, call).empty(),
-              row.name != "tile-union" && row.name != "medium-batch" && row.name != "dense-batch" &&
-                  row.name != "screened" && row.name != "dense-few-fp8" &&
-                  row.name != "portable-union");
+              row.name != "row-stream" && row.name != "tile-union" && row.name != "medium-batch" &&
+                  row.name != "dense-batch" && row.name != "screened" &&
+                  row.name != "dense-few-fp8" && row.name != "portable-union");
   }
 }
 

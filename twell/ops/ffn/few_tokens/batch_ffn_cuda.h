@@ -48,25 +48,36 @@ struct BatchFfnCuda {
 };
 
 inline constexpr int64_t kMaxFewTokens = 64;
+// Of the kernel that streams a layer's rows: columns whose sums fit into the registers, and CTAs,
+// as many as any Hopper GPU has SMs.
+inline constexpr int64_t kMaxStreamWidth = 4096, kMaxStreams = 144;
 
 // Device memory of one call in flight, for up to kMaxFewTokens.
 class FewTokenWorkspace {
  public:
-  explicit FewTokenWorkspace(int64_t max_ffn);
-  int64_t bytes() const { return hidden_.bytes() + fired_.bytes() + arrived_.bytes(); }
+  explicit FewTokenWorkspace(int64_t max_ffn, int64_t max_width = kMaxStreamWidth);
+  int64_t bytes() const {
+    return hidden_.bytes() + fired_.bytes() + arrived_.bytes() + parts_.bytes();
+  }
 
  private:
   friend void few_token_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
   friend void portable_rows_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
+  friend void row_stream_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
   int64_t max_ffn_;
   DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
   DeviceBuffer<uint64_t> fired_;        // active neurons, 0 between calls
   DeviceBuffer<uint32_t> arrived_;      // 0 between calls
+  DeviceBuffer<float> parts_;           // [kMaxStreams, 8, D] parts of y
   bool rows_prepared_ = false;  // the kernels of up to 8 tokens may take their shared memory
   int clusters_ = 0;            // of small batches that fit into the device; 0: not prepared yet
 };
 void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace);
+// Up to 8 tokens of at most kMaxStreamWidth columns: faster than the above where more than a few
+// percent of the neurons are active.
+void row_stream_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
+                         FewTokenWorkspace& workspace);
 // Up to 8 tokens on every GPU of compute capability 8.0 and later, whose x [M, D] fits into a CTA's
 // shared memory.
 void portable_rows_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,

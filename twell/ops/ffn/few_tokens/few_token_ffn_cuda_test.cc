@@ -134,6 +134,24 @@ TEST_P(FewTokenFfnCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
 }
 
+// Up to 8 tokens of at most 4,096 columns.
+bool streams(const Case& spec) { return spec.tokens <= 8 && spec.width <= kMaxStreamWidth; }
+
+TEST_P(FewTokenFfnCudaTest, StreamIsTheDenseLayerToTheBitAndRepeats) {
+  TWELL_HOPPER_TEST();
+  if (!streams(GetParam())) return;
+  Problem problem(GetParam());
+  FewTokenWorkspace workspace(problem.spec.ffn, problem.spec.width);
+  const auto want = problem.expected();
+  const auto once = problem.run(ctx, stream, workspace, row_stream_ffn_cuda);
+  expect_equal(once, want, problem.spec.width);
+  const auto counted = download(problem.activity);
+  EXPECT_EQ(counted[0].nnz, problem.nonzeros);
+  EXPECT_EQ(counted[0].tokens, static_cast<unsigned long long>(problem.spec.tokens));
+  const auto again = problem.run(ctx, stream, workspace, row_stream_ffn_cuda);
+  EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+}
+
 // Up to 8 tokens whose x fits into shared memory.
 TEST_P(FewTokenFfnCudaTest, PortableIsTheDenseLayerToTheBitAndRepeats) {
   TWELL_GPU_TEST();
@@ -163,6 +181,13 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"wide x 24", 24, 9224, 64, 0}, Case{"wide x 64", 64, 8200, 104, -60},
         Case{"wide x 5", 5, 8200, 104, -60}, Case{"wide x 8 two passes", 8, 2056, 7000, -70},
         Case{"wide x 3 everything fires", 3, 4104, 264, 127},
+        // Streams of one to four segments, the last of them short; CTAs with one neuron or two.
+        Case{"stream 8 x 4096", 8, 4096, 2120, -125}, Case{"stream 6 x 3080", 6, 3080, 4224, -60},
+        Case{"stream 4 x 2056", 4, 2056, 264, 0}, Case{"stream 3 x 1000", 3, 1000, 2113 * 8, -30},
+        Case{"stream 8 x 4088 all", 8, 4088, 4232, 127},
+        Case{"stream 1 x 4096", 1, 4096, 5632, -80},
+        Case{"non gated 8 x 4096", 8, 4096, 2120, -100, false},
+        Case{"non gated all 5", 5, 3000, 4232, 127, false},
         Case{"nothing fires 1", 1, 64, 264, -128}, Case{"nothing fires 50", 50, 64, 264, -128},
         Case{"everything fires 1", 1, 64, 5640, 127}, Case{"everything fires 12", 12, 64, 264, 127},
         Case{"everything fires 64", 64, 72, 1000, 127}, Case{"F past 65536 one", 1, 64, 70000, -12},
@@ -236,11 +261,38 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
   }
 }
 
+TEST(FewTokenFfnCuda, OverlappingStreamsInAGraphKeepApart) {
+  TWELL_HOPPER_TEST();
+  std::vector<Problem> problems;
+  problems.emplace_back(Case{"", 3, 512, 1000, -25});
+  problems.emplace_back(Case{"", 8, 4096, 2112, -25});
+  problems.emplace_back(Case{"", 1, 512, 2048, 20});
+  problems.emplace_back(Case{"", 5, 320, 520, -25, false});
+  problems.emplace_back(Case{"", 2, 2056, 1000, -20});
+  FewTokenWorkspace workspace(2112);
+  std::vector<DeviceBuffer<__nv_bfloat16>> outputs;
+  for (const Problem& p : problems) {
+    outputs.push_back(poisoned<__nv_bfloat16>(p.spec.tokens * p.spec.width));
+  }
+  replay_as_graph(stream, 5, [&] {
+    for (size_t i = 0; i < problems.size(); ++i) {
+      BatchFfnCuda problem = problems[i].problem(outputs[i].data());
+      problem.weights_are_constant = true;
+      row_stream_ffn_cuda(ctx, problem, workspace);
+    }
+  });
+  for (size_t i = 0; i < problems.size(); ++i) {
+    expect_equal(download(outputs[i]), problems[i].expected(), problems[i].spec.width);
+    EXPECT_EQ(download(problems[i].activity)[0].nnz, 5 * problems[i].nonzeros);
+  }
+}
+
 // All values of a token of x have the same magnitude, a power of two, so that its norm is a sign
 // times the norm's weight.
 TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
   TWELL_GPU_TEST();
-  for (const auto& [tokens, width] : {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {8, 4104}}) {
+  for (const auto& [tokens, width] :
+       {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {7, 3080}, {8, 4104}}) {
     Problem problem({"", tokens, width, 264, -25});
     std::vector<int8_t> norm(static_cast<size_t>(width)), x(problem.x.size()), residual(x.size());
     for (size_t i = 0; i < norm.size(); ++i) norm[i] = static_cast<int8_t>(1 + i % 3);
@@ -262,6 +314,13 @@ TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
       stream.synchronize();
       expect_equal(download(y), problem.expected(residual), width);
       EXPECT_EQ(download(problem.activity)[0].nnz, problem.nonzeros);
+    }
+    if (ctx.compute_capability() == 90 && streams(problem.spec)) {
+      const auto stream_y = upload(to_bf16s(residual));
+      layer.y = stream_y.data();
+      row_stream_ffn_cuda(ctx, layer, workspace);
+      stream.synchronize();
+      expect_equal(download(stream_y), problem.expected(residual), width);
     }
     const auto portable_y = upload(to_bf16s(residual));
     layer.y = portable_y.data();
@@ -304,13 +363,16 @@ TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
         cudaMemcpy(problem.device_x.data() + 64 + 3, &nan, sizeof(nan), cudaMemcpyHostToDevice));
     synchronize_default_stream();
     FewTokenWorkspace workspace(264);
-    const auto got = problem.run(ctx, stream, workspace);
-    for (size_t i = 0; i < got.size(); ++i) {
-      const float value = __bfloat162float(got[i]);
-      if (i / 64 == 1) {
-        EXPECT_TRUE(std::isnan(value)) << "column " << i % 64;
-      } else {
-        ASSERT_EQ(value, want[i]) << "element " << i;
+    for (const FewTokenFfn ffn : {few_token_ffn_cuda, row_stream_ffn_cuda}) {
+      if (ffn == row_stream_ffn_cuda && !streams(problem.spec)) continue;
+      const auto got = problem.run(ctx, stream, workspace, ffn);
+      for (size_t i = 0; i < got.size(); ++i) {
+        const float value = __bfloat162float(got[i]);
+        if (i / 64 == 1) {
+          EXPECT_TRUE(std::isnan(value)) << "column " << i % 64;
+        } else {
+          ASSERT_EQ(value, want[i]) << "element " << i;
+        }
       }
     }
   }
@@ -327,6 +389,17 @@ TEST(FewTokenFfnCuda, RefusesWhatItCannotDo) {
               testing::ThrowsMessage<Error>(testing::HasSubstr("[65, 256]")));
   problem.tokens = 4;
   EXPECT_THROW(few_token_ffn_cuda(ctx, problem, small), Error);
+  problem.tokens = 9;
+  EXPECT_THAT([&] { row_stream_ffn_cuda(ctx, problem, enough); },
+              testing::ThrowsMessage<Error>(testing::HasSubstr("at most 8 tokens")));
+  problem.tokens = 8;
+  problem.width = 4104;
+  EXPECT_THROW(row_stream_ffn_cuda(ctx, problem, enough), Error);
+  problem.width = 256;
+  FewTokenWorkspace narrow(256, 128);
+  problem.ffn = 2112;
+  EXPECT_THROW(row_stream_ffn_cuda(ctx, problem, narrow), Error);
+  problem.ffn = 256;
   problem.width = 20;
   EXPECT_THAT([&] { few_token_ffn_cuda(ctx, problem, enough); },
               testing::ThrowsMessage<Error>(testing::HasSubstr("width 20")));

@@ -79,11 +79,12 @@ cudaError_t launch_small_batch(const BatchFfnCuda& problem, const Hidden& hidden
 
 namespace twell {
 
-FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn)
+FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn, int64_t max_width)
     : max_ffn_(max_ffn),
       hidden_(max_ffn * kMaxFewTokens),
       fired_(max_ffn / few_token::kLeastRows + 1),
-      arrived_(1) {
+      arrived_(1),
+      parts_(kMaxStreams * few_token::kRowTokens * std::min(max_width, kMaxStreamWidth)) {
   TWELL_CUDA_CHECK(cudaMemset(fired_.data(), 0, static_cast<size_t>(fired_.bytes())));
   TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(nullptr));
