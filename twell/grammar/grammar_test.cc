@@ -428,6 +428,8 @@ TEST(JsonSchema, KeywordsBesideEachOtherAreMerged) {
              "properties": {"b": {"type": "boolean"}}})",
          R"({"type": "object", "required": ["a", "b"], "additionalProperties": {"type": "null"},
              "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}})");
+  expect(R"({"items": [{"type": "null"}], "additionalItems": {"type": "integer"}})",
+         R"({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "integer"}})");
   // An optional property that cannot be is absent.
   expect(R"({"type": "object", "properties": {"a": false, "b": {"type": "null"}}})",
          R"({"type": "object", "properties": {"b": {"type": "null"}},

@@ -244,6 +244,13 @@ class SchemaCheck {
     if (!has("contains")) {
       for (const char* keyword : {"minContains", "maxContains"}) schema.erase(keyword);
     }
+    // A list of "items" is what drafts before 2020-12 call "prefixItems".
+    if (has("items") && schema["items"].is_array() && !has("prefixItems")) {
+      schema["prefixItems"] = schema["items"];
+      schema.erase("items");
+      if (has("additionalItems")) schema["items"] = schema["additionalItems"];
+    }
+    schema.erase("additionalItems");
     const bool several = has("allOf") && schema["allOf"].is_array() && schema["allOf"].size() > 1;
     if (several || ((has("allOf") || has("$ref")) && keywords_of(schema) > 1)) {
       schema = flat(schema, path, depth);

@@ -225,7 +225,9 @@ void parse_format(const json& value, const std::string& name, bool nested,
     options.grammar = GrammarText{kind, std::move(text)};
     options.grammar_field = name;
   };
-  if (type == "json_object") {
+  if (type == "json_object" && format.find("schema") != nullptr) {
+    set(GrammarText::Kind::kJsonSchema, ordered()["schema"].dump());
+  } else if (type == "json_object") {
     set(GrammarText::Kind::kJson, "");
   } else if (type == "json_schema") {
     ordered_json schema;
@@ -260,9 +262,17 @@ void parse_response_format(Fields& fields, std::string_view body, AnswerOptions&
 // What the answer is drawn by.
 void parse_grammar(Fields& fields, std::string_view body, AnswerOptions& options) {
   parse_response_format(fields, body, options);
+  if (fields.find("json_schema") != nullptr) {
+    if (options.grammar) refuse("json_schema", "does not go with \"response_format\"");
+    options.grammar =
+        GrammarText{GrammarText::Kind::kJsonSchema, ordered_field(body, "json_schema").dump()};
+    options.grammar_field = "json_schema";
+  }
   const std::string grammar = fields.text("grammar");
   if (grammar.empty()) return;
-  if (options.grammar) refuse("grammar", "does not go with \"response_format\"");
+  if (options.grammar) {
+    refuse("grammar", fmt::format("does not go with \"{}\"", options.grammar_field));
+  }
   options.grammar = GrammarText{GrammarText::Kind::kEbnf, grammar};
   options.grammar_field = "grammar";
 }

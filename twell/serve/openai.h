@@ -5,11 +5,11 @@
 // In: JSON texts of untrusted clients, UTF-8. A body that cannot be answered is an ApiError whose
 // message names the field, its value and what is allowed. A field that this server does not know is
 // an error, because ignoring it would give another answer than the client asked for.
-// A request's "response_format" and "grammar" become a grammar, its "tools" what tool_calls.h
-// takes.
+// A request's "response_format", "json_schema" and "grammar" become a grammar, its "tools" what
+// tool_calls.h takes.
 // Source: OpenAI's API reference (completions, chat completions); top_k, min_p, ignore_eos,
-// add_special_tokens and continuous_usage_stats as in vLLM, logit_bias as a list and of texts as in
-// llama.cpp.
+// add_special_tokens and continuous_usage_stats as in vLLM, logit_bias as a list and of texts,
+// json_schema, and json_object with a schema as in llama.cpp.
 #pragma once
 
 #include <cstdint>

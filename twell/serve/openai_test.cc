@@ -244,6 +244,8 @@ TEST(OpenAi, RefusedChats) {
       {"{" + user + R"(, "response_format": {"type": "json_object", "x": 1}})",
        "response_format.x"},
       {"{" + user + R"(, "response_format": {"type": "json_object"}, "grammar": "x"})", "grammar"},
+      {"{" + user + R"(, "response_format": {"type": "json_object"}, "json_schema": {}})",
+       "json_schema"},
       {"{" + user + R"(, "response_format": {"type": "json_object"}, "ignore_eos": true})",
        "ignore_eos"},
       {R"({"messages": [{"role": "tool", "content": "a"}]})", "messages[0].tool_call_id"},
@@ -274,6 +276,12 @@ TEST(OpenAi, ResponseFormatsBecomeGrammars) {
   EXPECT_EQ(grammar_of(R"(, "response_format": {"type": "json_schema", "json_schema": {"name": "n",
                 "strict": true, "schema": {"type": "object", "properties": {"b": {}, "a": {}}}}})"),
             (GrammarText{Kind::kJsonSchema, R"({"type":"object","properties":{"b":{},"a":{}}})"}));
+  // As llama.cpp's server takes them.
+  const GrammarText schema{Kind::kJsonSchema, R"({"b":{},"a":{}})"};
+  EXPECT_EQ(grammar_of(R"(, "json_schema": {"b": {}, "a": {}})"), schema);
+  EXPECT_EQ(grammar_of(R"(, "response_format": {"type": "json_object",
+                            "schema": {"b": {}, "a": {}}})"),
+            schema);
   EXPECT_EQ(grammar_of(R"(, "grammar": "root ::= \"a\"")"),
             (GrammarText{Kind::kEbnf, R"(root ::= "a")"}));
   EXPECT_EQ(
