@@ -64,11 +64,13 @@ TEST(ForwardBytesCudaTest, IsNearTheModelInBf16DenseAndSparse) {
       const ModelCuda wide(ctx, *host);
       const auto bytes = ModelCuda::in_bytes(ctx, wide);
       EXPECT_LT(bytes->bytes(), wide.bytes());
-      for (const int64_t tokens : {1, 77, 1300}) {
+      for (const int64_t tokens : {1, 40, 77, 1300}) {
         const std::vector<int32_t> ids = random_ids(tokens, 331, 7);
         const auto want = hidden_of(ctx, wide, ids, FfnPolicy::kDense);
         const auto dense = hidden_of(ctx, *bytes, ids, FfnPolicy::kDense);
-        const auto sparse = hidden_of(ctx, *bytes, ids, FfnPolicy::kTileUnion);
+        // Up to 64 tokens small batches, beyond tile-union.
+        const auto sparse = hidden_of(ctx, *bytes, ids, FfnPolicy::kSparse);
+        const auto unions = hidden_of(ctx, *bytes, ids, FfnPolicy::kTileUnion);
         const auto chosen = hidden_of(ctx, *bytes, ids, FfnPolicy::kAuto);
         printf("gated %d hd %ld tokens %ld: dense %.3e sparse %.3e, of each other %.3e\n", gated,
                head_dim, tokens, distance(dense, want), distance(sparse, want),
@@ -78,6 +80,7 @@ TEST(ForwardBytesCudaTest, IsNearTheModelInBf16DenseAndSparse) {
         const double bound = 2.0 * std::sqrt(3.0 * 7.0) * std::exp2(-4.5);
         EXPECT_LT(distance(dense, want), bound);
         EXPECT_LT(distance(sparse, want), bound);
+        EXPECT_LT(distance(unions, want), bound);
         EXPECT_LT(distance(chosen, want), bound);
       }
     }

@@ -79,10 +79,16 @@ DecodeWorkspaceShape decode_shape(const CudaContext& ctx, const ModelConfig& con
           .max_length = plan.max_length};
 }
 
-// Bytes of w_down with a row per neuron, for the kernel of all layers.
+// Bytes of w_down with a row per neuron, for the kernel of all layers and for small batches.
 int64_t down_row_bytes(const CudaContext& ctx, const ModelConfig& config,
                        const ForwardPlanCuda& plan) {
-  if (!plan.weights_in_bytes || decode_shape(ctx, config, plan).tokens == 0) return 0;
+  if (!plan.weights_in_bytes) return 0;
+  GpuFfnLayer layer = gpu_ffn_layer(gpu_device(ctx), ffn_shape(config));
+  layer.weights = GpuWeights::kFp8;
+  const bool small_batches =
+      plan.ffn != FfnPolicy::kDense &&
+      gpu_ffn_outside(find_gpu_ffn("small-batch-fp8")->limits, layer).empty();
+  if (!small_batches && decode_shape(ctx, config, plan).tokens == 0) return 0;
   return config.layers * config.ffn * config.width;
 }
 

@@ -147,6 +147,10 @@ class ForwardCuda {
   static int64_t wide_bytes(const ModelConfig& config, const ForwardPlanCuda& plan);
   void make_wide_rows();
   void make_down_rows();
+  const uint8_t* down_rows(int64_t layer) const {
+    return down_rows_.size() == 0 ? nullptr
+                                  : down_rows_.data() + layer * config_.ffn * config_.width;
+  }
   bool eight_bits() const { return staged_.cache != nullptr && staged_.cache->eight_bits(); }
   // Assigns the staged sequences to groups, and to places in wide_. Over a cache, those with one
   // new token in front of all others are a group of their own, which runs the kernel for decoding.
@@ -229,7 +233,7 @@ class ForwardCuda {
   DeviceBuffer<__nv_bfloat16> hidden_;     // [M, D] normalised: a block's input, the result
   DeviceBuffer<__nv_bfloat16> qkv_;        // [M, (H + 2 H_kv) * hd]
   DeviceBuffer<__nv_bfloat16> attended_;   // [M, H * hd]
-  DeviceBuffer<uint8_t> down_rows_;        // [L, F, D] w_down in e4m3 for the kernel of all layers
+  DeviceBuffer<uint8_t> down_rows_;        // [L, F, D] w_down in e4m3 for sparse decoding, or none
   WideRows wide_;                          // nothing unless plan_.eight_bit_cache
   // A projection's input in e4m3; nothing unless the model's projections are.
   struct {

@@ -212,7 +212,7 @@ void ForwardCuda::set_decode_bytes(int64_t layer, DecodeLayers& problem) const {
   to.w_o = w.o.values;
   to.w_gate = w.gate.values;
   to.w_up = w.up.values;
-  to.w_down = down_rows_.data() + layer * config_.ffn * config_.width;
+  to.w_down = down_rows(layer);
   DecodeLayerBytes& bytes = problem.bytes[layer];
   bytes.qkv_scales = w.qkv.scales;
   bytes.o_scales = w.o.scales;

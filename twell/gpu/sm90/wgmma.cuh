@@ -245,9 +245,29 @@ __device__ __forceinline__ void wgmma_s8(int32_t (&acc)[128], uint64_t a, uint64
 template <int N, int Registers>
 __device__ __forceinline__ void wgmma_e4m3(float (&acc)[Registers], uint64_t a, uint64_t b,
                                            bool accumulate) {
-  static_assert(N == 64 || N == 128 || N == 192 || N == 256);
+  static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 192 || N == 256);
   static_assert(2 * Registers >= N);
-  if constexpr (N == 64) {
+  if constexpr (N == 80) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n80k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39}, "
+        "%40, %41, p, 1, 1;\n}\n"
+        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC4(32), TWELL_ACC4(36)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (N == 96) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+        "%48, %49, p, 1, 1;\n}\n"
+        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32)
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (N == 64) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "

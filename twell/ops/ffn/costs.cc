@@ -31,6 +31,14 @@ struct GpuCosts {
   struct {
     double launches = 4.568, token = 0.0434, bytes = 0.7741;
   } dense_batch;
+  // The same in e4m3, as three kernels.
+  struct {
+    double launches = 6.0, token = 0.0434, bytes = 0.7741;
+  } dense_few_bytes;
+  // 64 active neurons of a CTA of `down` in e4m3, whose rows are widened: with it and the launches
+  // above, sparse and dense are as far apart as in decoding 2b with 5 to 64 sequences
+  // (bench/results/2026-11-27-h200-decode-8bit.txt).
+  double byte_down_step = 1.1;
   // A CTA reads its neurons in passes, in groups of 16 rows of at most 2,048 columns. Each group
   // waits for the one whose shared memory it takes.
   struct {
@@ -223,6 +231,13 @@ double dense_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity
   return costs.launches + s.work(costs.token * s.m) + s.move(all_weights(layer, s), costs.bytes);
 }
 
+double dense_few_bytes(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
+  const Sizes s(layer, tokens);
+  const auto& costs = kCosts.dense_few_bytes;
+  return costs.launches + s.work(costs.token * s.m) +
+         s.move(0.5 * all_weights(layer, s), costs.bytes);
+}
+
 double tile_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const auto& costs = kCosts.tile_union;
@@ -357,8 +372,10 @@ double row_stream(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&
                 costs.bytes);
 }
 
-// More than 64 tokens run as equal calls.
-double small_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+// More than 64 tokens run as equal calls. value_bytes: of x and the weights; the kernels' chunks
+// have as many bytes of either.
+double small_batch_of(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity,
+                      double value_bytes) {
   const int64_t calls = std::max<int64_t>((tokens + kSmallTokens - 1) / kSmallTokens, 1);
   const Sizes s(layer, (tokens + calls - 1) / calls);
   const auto& costs = kCosts.small;
@@ -367,17 +384,24 @@ double small_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity
   const double passes = std::ceil(s.f / (clusters * kSmallNeurons));
   const double neurons =
       std::ceil(std::ceil(s.f / (clusters * passes)) / kSmallGroup) * kSmallGroup;
-  const double chunks = std::ceil(s.d / kSmallChunk);
+  const double chunks = std::ceil(s.d * value_bytes / (2.0 * kSmallChunk));
   const double active = grown_union(s, activity, s.m);
   // Clusters of `down` compute 64 columns each, two of them beside each other.
   const double down_rounds = std::ceil(std::ceil(s.d / kStep) / (2.0 * clusters));
-  const double chunk = costs.chunk + (s.d > kSmallWidth ? costs.x : 0.0);
+  const double down_step = value_bytes == 1.0 ? kCosts.byte_down_step : costs.down_step;
+  const double chunk = costs.chunk + (s.d * value_bytes > 2.0 * kSmallWidth ? costs.x : 0.0);
   const double call = costs.launches +
                       s.work(passes * (costs.round + chunks * chunk) +
-                             costs.down_step * down_rounds * active / (kClusterSms * kBlock)) +
+                             down_step * down_rounds * active / (kClusterSms * kBlock)) +
                       s.move(2.0 * kStep * passes * chunks * neurons * s.sms, costs.first_bytes) +
-                      s.move(active_rows(layer, s, active), costs.active_bytes);
+                      s.move(0.5 * value_bytes * active_rows(layer, s, active), costs.active_bytes);
   return call * static_cast<double>(calls);
+}
+double small_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  return small_batch_of(layer, tokens, activity, 2.0);
+}
+double small_batch_bytes(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  return small_batch_of(layer, tokens, activity, 1.0);
 }
 
 double portable_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {

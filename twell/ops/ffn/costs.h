@@ -12,10 +12,12 @@ namespace twell::ffn_costs {
 
 double dense_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double dense_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
+double dense_few_bytes(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double dense_gemms(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double decode_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double row_stream(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double small_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
+double small_batch_bytes(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double medium_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double tile_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double portable_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);

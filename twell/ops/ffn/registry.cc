@@ -26,6 +26,7 @@ void launch_dense_gemms(const FfnCallCuda& call);
 void launch_dense_few_bytes(const FfnCallCuda& call);
 void launch_few_tokens(const FfnCallCuda& call);
 void launch_row_stream(const FfnCallCuda& call);
+void launch_small_batch_bytes(const FfnCallCuda& call);
 void launch_medium_batch(const FfnCallCuda& call);
 void launch_tile_union(const FfnCallCuda& call);
 void launch_portable_rows(const FfnCallCuda& call);
@@ -85,7 +86,7 @@ constexpr std::array kRegistry = {
         .name = "dense-few-fp8",
         .sparse = false,
         .limits = {.weights = kFp8, .activations = kZeros, .most_width = k2To24, .most_tokens = 64},
-        .cost = ffn_costs::dense_batch,
+        .cost = ffn_costs::dense_few_bytes,
         .needed_share = ffn_costs::sparse_share,
         .launch = TWELL_FFN_LAUNCH(launch_dense_few_bytes)},
     GpuFfnExecution{.name = "dense-gemms",
@@ -127,6 +128,15 @@ constexpr std::array kRegistry = {
                     .cost = ffn_costs::small_batch,
                     .needed_share = ffn_costs::sparse_share,
                     .launch = TWELL_FFN_LAUNCH(launch_few_tokens)},
+    GpuFfnExecution{.name = "small-batch-fp8",
+                    .limits = {.weights = kFp8,
+                               .activations = kZeros,
+                               .most_width = k2To24,
+                               .most_ffn = k2To24,
+                               .most_tokens = 64},
+                    .cost = ffn_costs::small_batch_bytes,
+                    .needed_share = ffn_costs::sparse_share,
+                    .launch = TWELL_FFN_LAUNCH(launch_small_batch_bytes)},
     GpuFfnExecution{.name = "medium-batch",
                     .limits = {.activations = kZeros,
                                .most_width = kUnionWidth,
@@ -140,7 +150,7 @@ constexpr std::array kRegistry = {
                     .needed_share = ffn_costs::medium_batch_share,
                     .launch = TWELL_FFN_LAUNCH(launch_medium_batch)},
     // In fp8 both this and dense-gemms take about 0.6 of their time in bf16, so that the choice
-    // between them is the same.
+    // between them is the same. Up to 64 tokens the rows above are faster.
     GpuFfnExecution{.name = "tile-union",
                     .limits = {.weights = kBf16 | kFp8,
                                .activations = kZeros,

@@ -122,8 +122,8 @@ TEST(GpuFfnRegistry, EveryCall) {
       }
     }
   }
-  // No layer has a screen, or fp8 weights, and two run by name alone.
-  EXPECT_EQ(seen.size() + 2 + 2, gpu_ffn_registry().size());
+  // No layer has a screen, or fp8 weights, which two rows take alone; two run by name alone.
+  EXPECT_EQ(seen.size() + 3 + 2, gpu_ffn_registry().size());
 }
 
 TEST(GpuFfnRegistry, TakesTheNormOfAFewTokensOnHopper) {
@@ -161,7 +161,8 @@ TEST(GpuFfnRegistry, RefusesWhatIsTooLarge) {
     EXPECT_EQ(gpu_ffn_unsupported(row, wide, call).empty(),
               row.name != "row-stream" && row.name != "tile-union" && row.name != "medium-batch" &&
                   row.name != "dense-batch" && row.name != "screened" &&
-                  row.name != "dense-few-fp8" && row.name != "portable-union");
+                  row.name != "dense-few-fp8" && row.name != "small-batch-fp8" &&
+                  row.name != "portable-union");
   }
 }
 
@@ -360,7 +361,7 @@ TEST(GpuFfnRegistry, OneDescriptionOfALayer) {
   EXPECT_EQ(gpu_row_tokens({}, 200000), 0);
 }
 
-TEST(GpuFfnRegistry, RunsLayersInFp8DenseOrAsTileUnion) {
+TEST(GpuFfnRegistry, RunsLayersInFp8DenseOrSparse) {
   const GpuFfnLayer layer{.width = 2048, .ffn = 5632, .weights = GpuWeights::kFp8};
   const LayerActivity light{.nnz_per_token = 3.0, .union_share = 0.02};
   const auto runs = [&](int64_t tokens, FfnPolicy policy) {
@@ -368,9 +369,18 @@ TEST(GpuFfnRegistry, RunsLayersInFp8DenseOrAsTileUnion) {
   };
   for (const int64_t tokens : {1, 9, 64, 65, 4096}) {
     EXPECT_EQ(runs(tokens, FfnPolicy::kDense), tokens <= 64 ? "dense-few-fp8" : "dense-gemms");
-    EXPECT_EQ(runs(tokens, FfnPolicy::kSparse), "tile-union");
+    EXPECT_EQ(runs(tokens, FfnPolicy::kSparse), tokens <= 64 ? "small-batch-fp8" : "tile-union");
   }
-  EXPECT_EQ(runs(1, FfnPolicy::kAuto), "dense-few-fp8");
+  for (const int64_t tokens : {5, 8, 64}) {
+    EXPECT_EQ(runs(tokens, FfnPolicy::kAuto), "small-batch-fp8");
+    const GpuFfnChoice full =
+        choose_gpu_ffn(layer, {.tokens = tokens}, {.nnz_per_token = 5632.0, .union_share = 1.0});
+    EXPECT_EQ(full.execution->name, "dense-few-fp8");
+    // It does not count active neurons per token.
+    const GpuFfnChoice counting = choose_gpu_ffn(
+        layer, {.tokens = tokens, .policy = FfnPolicy::kSparse, .counts_rows = true}, light);
+    EXPECT_EQ(counting.execution->name, "tile-union");
+  }
   EXPECT_EQ(runs(4096, FfnPolicy::kAuto), "tile-union");
   GpuFfnLayer elsewhere = layer;
   elsewhere.device.compute_capability = 80;

@@ -6,7 +6,7 @@
 //   few tokens    decode rows (1 to 8) and small batches (9 to 64). They are bound by reading
 //                 weights, so of all but the first weight only the rows of neurons active for at
 //                 least one token are read. Up to 8 tokens may have the RMS norm of x computed in
-//                 front
+//                 front. In e4m3 all of them run as small batches
 //   medium batch  65 to some thousand. Up and down run on the union of the active neurons of a tile
 //                 of 128 tokens, like tile-union, but every kernel is cut into as many pieces as
 //                 the device has SMs, also where there are few tiles
@@ -22,6 +22,7 @@
 
 #include "twell/base/cuda.h"
 #include "twell/format/activity_cuda.h"
+#include "twell/format/byte_matrix_cuda.h"
 
 namespace twell {
 
@@ -45,6 +46,12 @@ struct BatchFfnCuda {
   // The first weight may be read while the predecessor of this call still runs. Only for weights
   // that no earlier work on the stream writes.
   bool weights_are_constant = false;
+  // Small batches of 1 to 64 tokens in e4m3, in place of x and the weights above; D is a multiple
+  // of 16. Sums of e4m3 products get the scales of their rows; h stays in bf16.
+  ByteRowsCuda x_bytes;     // [M, D]
+  ByteRowsCuda gate_bytes;  // [F, D], empty without a gate
+  ByteRowsCuda up_bytes;    // [F, D]
+  ByteRowsCuda down_bytes;  // [F, D], scales [D]
 };
 
 inline constexpr int64_t kMaxFewTokens = 64;
@@ -70,7 +77,8 @@ class FewTokenWorkspace {
   DeviceBuffer<uint32_t> arrived_;      // 0 between calls
   DeviceBuffer<float> parts_;           // [kMaxStreams, 8, D] parts of y
   bool rows_prepared_ = false;  // the kernels of up to 8 tokens may take their shared memory
-  int clusters_ = 0;            // of small batches that fit into the device; 0: not prepared yet
+  // Clusters of small batches that fit into the device, in bf16 and in e4m3; 0: not prepared yet.
+  int clusters_ = 0, byte_clusters_ = 0;
 };
 void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace);

@@ -19,14 +19,17 @@ struct Hidden {
   uint32_t* arrived;  // CTAs that have read all words
 };
 
-struct Down {
+template <typename W>
+struct DownOf {
   Hidden hidden;
-  const __nv_bfloat16* weight;    // [F, D]
+  const W* weight;                // [F, D]
+  const float* scales;            // [D] of the columns of an e4m3 weight
   const __nv_bfloat16* residual;  // [M, D], may be y; or null
   __nv_bfloat16* y;               // [M, D]
   int tokens, width, ffn;
   int word_neurons;  // neurons per word of hidden.fired
 };
+using Down = DownOf<__nv_bfloat16>;
 
 // Allows a kernel this much dynamic shared memory, of an L1 cache that is shared memory as far as
 // possible, so that CTAs of the next kernel fit beside its own.

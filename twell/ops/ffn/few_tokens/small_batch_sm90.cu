@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feed-forward layer for 9 to 64 tokens, as two kernels that run side by side.
+// Feed-forward layer for 9 to 64 tokens, in e4m3 for 1 to 64, as two kernels that run side by side.
 //
 // 1. gate_up: a cluster of four CTAs computes the gate of up to 192 neurons and h of the active
 // ones. Each CTA has a quarter of the width and keeps its slice of x in shared memory for both
@@ -35,43 +35,77 @@ namespace twell::few_token {
 
 namespace {
 
+template <typename W>
+struct Operands {
+  const W *x, *gate, *up, *down;
+};
+template <typename W>
+Operands<W> operands_of(const BatchFfnCuda& p) {
+  if constexpr (sizeof(W) == 1) {
+    return {p.x_bytes.values, p.gate_bytes.values, p.up_bytes.values, p.down_bytes.values};
+  } else {
+    return {p.x, p.w_gate, p.w_up, p.w_down};
+  }
+}
+
 // Both kernels. clusters: as many as fit into the device at one time.
+template <typename W>
 cudaError_t launch_small_batch(const BatchFfnCuda& problem, const Hidden& hidden, int clusters,
                                cudaStream_t stream) {
-  const bool gated = problem.w_gate != nullptr;
+  constexpr int kColumns = 128 / static_cast<int>(sizeof(W));  // of a row of a stage
+  const Operands<W> of = operands_of<W>(problem);
+  const bool gated = of.gate != nullptr;
   const auto tokens = static_cast<int>(problem.tokens), width = static_cast<int>(problem.width),
              ffn = static_cast<int>(problem.ffn);
+  const auto map = [&](const W* matrix, int64_t rows, int32_t box_rows) {
+    return sizeof(W) == 1 ? byte_matrix_tensor_map(matrix, rows, width, box_rows)
+                          : matrix_tensor_map(matrix, rows, width, box_rows);
+  };
   // The fewest neurons at a time that give all clusters the same number of passes.
   const int passes = ceil_div(ffn, clusters * kMaxNeurons);
   const int neurons = ceil_div(ceil_div(ffn, clusters * passes), 64) * 64;
-  const SplitGateUp params{.map_x = matrix_tensor_map(problem.x, tokens, width, kSplitTokens),
-                           .map_first = matrix_tensor_map(gated ? problem.w_gate : problem.w_up,
-                                                          ffn, width, neurons / 2),
-                           .problem = {.up = gated ? problem.w_up : nullptr,
-                                       .down = problem.w_down,
-                                       .hidden = hidden,
-                                       .activity = problem.activity,
-                                       .tokens = tokens,
-                                       .width = width,
-                                       .ffn = ffn,
-                                       .early_weights = problem.weights_are_constant,
-                                       .squared = problem.squared,
-                                       .up_relu = problem.up_relu,
-                                       .cut = problem.cut},
-                           .neurons = neurons,
-                           .slice_chunks = ceil_div(width, 4 * 64)};
+  const SplitGateUp<W> params{
+      .map_x = map(of.x, tokens, kSplitTokens),
+      .map_first = map(gated ? of.gate : of.up, ffn, neurons / 2),
+      .problem = {.up = gated ? of.up : nullptr,
+                  .down = of.down,
+                  .hidden = hidden,
+                  .activity = problem.activity,
+                  .tokens = tokens,
+                  .width = width,
+                  .ffn = ffn,
+                  .early_weights = problem.weights_are_constant,
+                  .squared = problem.squared,
+                  .up_relu = problem.up_relu,
+                  .cut = problem.cut,
+                  .x_scales = problem.x_bytes.scales,
+                  .first_scales = gated ? problem.gate_bytes.scales : problem.up_bytes.scales,
+                  .up_scales = gated ? problem.up_bytes.scales : nullptr},
+      .neurons = neurons,
+      .slice_chunks = ceil_div(width, 4 * kColumns)};
   const cudaError_t status =
       gate_up::launch(params, std::min(clusters, ceil_div(ffn, neurons)), stream);
   if (status != cudaSuccess) return status;
-  return split_down::launch({.hidden = hidden,
-                             .weight = problem.w_down,
-                             .residual = problem.add ? problem.y : nullptr,
-                             .y = problem.y,
-                             .tokens = tokens,
-                             .width = width,
-                             .ffn = ffn,
-                             .word_neurons = kWordNeurons},
-                            stream);
+  const DownOf<W> down{.hidden = hidden,
+                       .weight = of.down,
+                       .scales = problem.down_bytes.scales,
+                       .residual = problem.add ? problem.y : nullptr,
+                       .y = problem.y,
+                       .tokens = tokens,
+                       .width = width,
+                       .ffn = ffn,
+                       .word_neurons = kWordNeurons};
+  return split_down::launch(down, stream);
+}
+
+// Lets both kernels take their shared memory, and counts the clusters that fit into the device.
+template <typename W>
+int prepare_small_batch(const CudaContext& ctx) {
+  int clusters = 0;
+  TWELL_CUDA_CHECK(gate_up::count_clusters<W>(&clusters));
+  TWELL_CUDA_CHECK(allow_shared_memory(split_down::split_down_sm90_kernel<W>, split_down::kBytes));
+  TWELL_CHECK(clusters > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
+  return clusters;
 }
 
 }  // namespace
@@ -97,26 +131,30 @@ void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
               "few-token FFN: [{}, {}] in a workspace for [{}, {}]", problem.tokens, problem.ffn,
               kMaxFewTokens, workspace.max_ffn_);
   if (problem.tokens == 0) return;
-  TWELL_CHECK(problem.tokens <= few_token::kRowTokens || problem.norm == nullptr,
-              "few-token FFN: norm as part of {} tokens", problem.tokens);
+  const bool bytes = !problem.x_bytes.empty();
+  TWELL_CHECK((problem.tokens <= few_token::kRowTokens && !bytes) || problem.norm == nullptr,
+              "few-token FFN: norm as part of {} tokens{}", problem.tokens,
+              bytes ? " in e4m3" : "");
+  TWELL_CHECK(!bytes || problem.width % 16 == 0,
+              "few-token FFN: a width of {} in e4m3 is no multiple of 16", problem.width);
   const few_token::Hidden hidden{workspace.hidden_.data(), workspace.fired_.data(),
                                  workspace.arrived_.data()};
   // A kernel keeps its attributes, so they are set by the first call of a workspace alone.
-  if (problem.tokens <= few_token::kRowTokens) {
+  if (problem.tokens <= few_token::kRowTokens && !bytes) {
     if (!workspace.rows_prepared_) TWELL_CUDA_CHECK(few_token::prepare_decode_rows());
     workspace.rows_prepared_ = true;
     TWELL_CUDA_CHECK(
         few_token::launch_decode_rows(problem, hidden, ctx.multiprocessors(), ctx.stream()));
     return;
   }
-  int& at_once = workspace.clusters_;
+  int& at_once = bytes ? workspace.byte_clusters_ : workspace.clusters_;
   if (at_once == 0) {
-    TWELL_CUDA_CHECK(few_token::gate_up::count_clusters(&at_once));
-    TWELL_CUDA_CHECK(few_token::allow_shared_memory(few_token::split_down::split_down_sm90_kernel,
-                                                    few_token::split_down::kBytes));
-    TWELL_CHECK(at_once > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
+    at_once = bytes ? few_token::prepare_small_batch<uint8_t>(ctx)
+                    : few_token::prepare_small_batch<__nv_bfloat16>(ctx);
   }
-  TWELL_CUDA_CHECK(few_token::launch_small_batch(problem, hidden, at_once, ctx.stream()));
+  const auto launch =
+      bytes ? few_token::launch_small_batch<uint8_t> : few_token::launch_small_batch<__nv_bfloat16>;
+  TWELL_CUDA_CHECK(launch(problem, hidden, at_once, ctx.stream()));
 }
 
 }  // namespace twell

@@ -26,25 +26,29 @@ constexpr int kMaxNeurons = 192;  // most neurons of a cluster at a time
 constexpr int kWordNeurons = 32;  // neurons per word of Hidden::fired
 static_assert(kMaxFewTokens == kSplitTokens);
 
+template <typename W>
 struct GateUp {
-  const __nv_bfloat16* up;    // [F, D], null without a gate
-  const __nv_bfloat16* down;  // [F, D] rows of active neurons are prefetched into the L2
-  Hidden hidden;              // kWordNeurons per word
-  ActivityCuda* activity;     // counts, or null
+  const W* up;             // [F, D], null without a gate
+  const W* down;           // [F, D] rows of active neurons are prefetched into the L2
+  Hidden hidden;           // kWordNeurons per word
+  ActivityCuda* activity;  // counts, or null
   int tokens, width, ffn;
   bool early_weights;  // the first weight may be read before the predecessor has finished
   bool squared;        // f(g) = g^2
   bool up_relu;        // dReLU
   uint32_t cut;        // of FATReLU
+  // Of e4m3 operands: scales of the rows of x, of the first weight and of w_up.
+  const float *x_scales, *first_scales, *up_scales;
 };
 
 // The first weight is w_gate, or w_up without a gate.
+template <typename W>
 struct SplitGateUp {
   CUtensorMap map_x;      // [M, D] in boxes of 64 rows
   CUtensorMap map_first;  // [F, D] in boxes of neurons / 2 rows
-  GateUp problem;
+  GateUp<W> problem;
   int neurons;       // neurons of a cluster at a time: a multiple of 64, at most kMaxNeurons
-  int slice_chunks;  // chunks of 64 columns per CTA of a cluster: a quarter of the width
+  int slice_chunks;  // chunks of 128 bytes per CTA of a cluster: a quarter of the width
 };
 
 // Reduction over a cluster. Each of four CTAs computes a part of the terms of a product of 64

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The down projection of small batches (small_batch_sm90.cu).
+// The down projection of small batches (small_batch_sm90.cu). W: the type of w_down, bf16 or e4m3
+// bytes, which are widened to bf16 on their way to shared memory, because WGMMA takes no bytes
+// whose rows are neurons, and multiply h in bf16; sums are multiplied by the scales of their
+// columns.
 #pragma once
 
+#include "twell/format/byte_rows.cuh"
 #include "twell/ops/ffn/few_tokens/small_batch_sums_sm90.cuh"
 
 namespace twell::few_token {
@@ -30,9 +34,20 @@ struct Shared {
   uint16_t list[kSegment / kSplit + kRows];
 };
 
+// Eight bytes as eight bf16.
+__device__ __forceinline__ uint4 widened(const uint2& bytes) {
+  const auto pair = [](uint32_t word, int half) {
+    return byte_rows::e4m3x2_to_bf16x2(static_cast<uint16_t>(word >> (16 * half)));
+  };
+  return {pair(bytes.x, 0), pair(bytes.x, 1), pair(bytes.y, 0), pair(bytes.y, 1)};
+}
+
+template <typename W>
 class Kernel {
  public:
-  __device__ __forceinline__ Kernel(const Down& problem, Shared& shared, uint8_t* memory)
+  static constexpr bool kE4m3 = sizeof(W) == 1;
+
+  __device__ __forceinline__ Kernel(const DownOf<W>& problem, Shared& shared, uint8_t* memory)
       : p_(problem),
         shared_(shared),
         ring_(smem_address(memory)),
@@ -47,7 +62,8 @@ class Kernel {
     if (threadIdx.x == 0) {
 #pragma unroll 1
       for (int s = 0; s < kStages; ++s) {
-        barrier_init(smem_address(shared_.full + s), kGatherers);
+        // Widened weights are stored by the threads themselves, which arrive for them apart.
+        barrier_init(smem_address(shared_.full + s), kGatherers * (kE4m3 ? 2 : 1));
         barrier_init(smem_address(shared_.empty + s), 1);
       }
       barrier_init(smem_address(&shared_.room), kSplit);
@@ -74,6 +90,8 @@ class Kernel {
       if (warp_ < 4) {
         wait_for_previous_kernel();
         multiply(acc);
+      } else if constexpr (kE4m3) {
+        gather_widened(segment * kSegment);
       } else {
         gather(segment * kSegment);
       }
@@ -183,6 +201,82 @@ class Kernel {
     }
   }
 
+  // The same for weights in e4m3: loaded into registers, a stage ahead, widened, and stored.
+  __device__ __forceinline__ void gather_widened(int base) {
+    constexpr int kOwn = kRows / (kGatherers / 8);  // rows of a stage that a thread loads
+    const int me = static_cast<int>(threadIdx.x) - 128, row = me / 8, piece = me % 8;
+    const uint32_t to = ring_ + row * 128 + (piece ^ (row % 8)) * 16;
+    const bool inside = column_ + piece * 8 < p_.width;
+    const W* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
+    const __nv_bfloat16* hidden = p_.hidden.h + piece * 8;
+    const int written = ceil_div(p_.tokens, 16) * 16;  // tokens of h that are written
+    const auto load = [&](int first, uint2(&values)[kOwn]) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int at = first + i * (kGatherers / 8) + row;
+        values[i] = uint2{};
+        if (at < count_ && inside) {
+          values[i] = __ldg(reinterpret_cast<const uint2*>(
+              weight + (int64_t{base} + shared_.list[at]) * p_.width));
+        }
+      }
+    };
+    const auto store = [&](int stage, const uint2(&values)[kOwn]) {
+      const uint32_t place = to + slot(stage) * kStage;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint4 v = widened(values[i]);
+        asm volatile(
+            "st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place + i * (kGatherers / 8) * 128),
+            "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+            : "memory");
+      }
+      barrier_arrive(smem_address(shared_.full + stage));
+    };
+    const auto gather_hidden = [&](int first, int stage) {
+      const uint32_t place = to + slot(stage) * kStage + kOperand;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int at = first + i * (kGatherers / 8) + row;
+        const bool valid = at < count_;
+        const int64_t neuron = valid ? base + shared_.list[at] : 0;
+        gather16(place + i * (kGatherers / 8) * 128, hidden + neuron * kSplitTokens,
+                 valid && piece * 8 < written);
+      }
+      gather_arrive(smem_address(shared_.full + stage));
+    };
+    int step = step_, first = 0;
+    uint2 next[kOwn];
+    if (step == 0) {
+      // Loads weights before the predecessor has ended.
+      const int early = min(ceil_div(count_, kRows), kStages);
+#pragma unroll 1
+      for (int i = 0; i < early; i += 2) {
+        uint2 second[kOwn];
+        load(i * kRows, next);
+        load((i + 1) * kRows, second);
+        store(i, next);
+        if (i + 1 < early) store(i + 1, second);
+      }
+      load(early * kRows, next);
+      wait_for_previous_kernel();
+#pragma unroll 1
+      for (; step < early; ++step, first += kRows) gather_hidden(first, step);
+    } else {
+      load(0, next);
+    }
+#pragma unroll 1
+    for (; first < count_; first += kRows, ++step) {
+      const int stage = step % kStages;
+      if (step >= kStages) {
+        barrier_wait(smem_address(shared_.empty + stage), (step / kStages - 1) & 1);
+      }
+      store(stage, next);
+      gather_hidden(first, stage);
+      load(first + kRows, next);
+    }
+  }
+
   __device__ __forceinline__ int slot(int stage) const { return (stage + first_slot_) % kStages; }
 
   // Signals the cluster when slot 0 becomes free, if that is before the end.
@@ -213,11 +307,14 @@ class Kernel {
   __device__ __forceinline__ void store(const float4& sum) const {
     const int column = column_ + warp_ * 8 + lane_ % 4 * 2;
     if (column >= p_.width) return;
+    float2 scale{1.0f, 1.0f};
+    if constexpr (kE4m3) scale = __ldg(reinterpret_cast<const float2*>(p_.scales + column));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = rank_ * 16 + half * 8 + lane_ / 4;
       if (token >= p_.tokens) continue;
       float2 v = half == 0 ? make_float2(sum.x, sum.y) : make_float2(sum.z, sum.w);
+      v = {v.x * scale.x, v.y * scale.y};
       const int64_t at = int64_t{token} * p_.width + column;
       if (p_.residual != nullptr) {
         const auto* from = reinterpret_cast<const __nv_bfloat162*>(p_.residual + at);
@@ -229,7 +326,7 @@ class Kernel {
     }
   }
 
-  const Down& p_;
+  const DownOf<W>& p_;
   Shared& shared_;
   const uint32_t ring_;
   const int warp_, lane_, rank_, column_;
@@ -244,16 +341,19 @@ class Kernel {
 };
 
 // With 64 registers its CTAs fit beside those of gate_up, so that it can start early.
+template <typename W>
 __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
-    split_down_sm90_kernel(const __grid_constant__ Down problem) {
+    split_down_sm90_kernel(const __grid_constant__ DownOf<W> problem) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ Shared shared;
-  Kernel(problem, shared, memory).run();
+  Kernel<W>(problem, shared, memory).run();
 }
 
-cudaError_t launch(const Down& problem, cudaStream_t stream) {
-  return launch_dependent(split_down_sm90_kernel, dim3(ceil_div(problem.width, kColumns) * kSplit),
-                          kThreads, kBytes, stream, problem);
+template <typename W>
+cudaError_t launch(const DownOf<W>& problem, cudaStream_t stream) {
+  return launch_dependent(split_down_sm90_kernel<W>,
+                          dim3(ceil_div(problem.width, kColumns) * kSplit), kThreads, kBytes,
+                          stream, problem);
 }
 
 }  // namespace

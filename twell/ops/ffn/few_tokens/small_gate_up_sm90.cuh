@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gate and up of small batches (small_batch_sm90.cu).
+// Gate and up of small batches (small_batch_sm90.cu). W: the type of x and of the weights, bf16 or
+// e4m3 bytes, whose products are multiplied by the scales of their token and neuron. A row of a
+// stage is 128 bytes of either.
 #pragma once
 
 #include "twell/ops/ffn/few_tokens/small_batch_sums_sm90.cuh"
@@ -11,8 +13,7 @@ namespace {
 
 // Shared memory of a CTA of gate_up.
 
-constexpr int kChunk = 64;              // values of k per stage
-constexpr int kRowBytes = kChunk * 2;   // bytes of a row of a stage
+constexpr int kRowBytes = 128;          // of a stage
 constexpr int kHalf = kMaxNeurons / 2;  // neurons per stage of the gate's ring buffer
 constexpr int kGateStage = kHalf * kRowBytes;
 constexpr int kGateStages = 6;
@@ -60,8 +61,23 @@ __device__ __forceinline__ uint32_t columns_fired(uint32_t even, uint32_t odd) {
   return both;
 }
 
+// acc += 64 tokens by 32 bytes of K, times N rows.
+template <typename W, int N, int Registers>
+__device__ __forceinline__ void multiply_bytes(float (&acc)[Registers], uint64_t x, uint64_t rows) {
+  if constexpr (sizeof(W) == 1) {
+    wgmma_e4m3<N>(acc, x, rows, true);
+  } else {
+    wgmma<N, false>(acc, x, rows, true);
+  }
+}
+
+template <typename W>
 class Kernel {
  public:
+  static constexpr bool kE4m3 = sizeof(W) == 1;
+  static constexpr int kPiece = 16 / static_cast<int>(sizeof(W));  // values of 16 bytes
+  static constexpr int kChunk = 8 * kPiece;                        // values of k per stage
+
   struct Shared {
     Barriers barriers;
     uint32_t own[kWords];                       // neurons active for this CTA's tokens
@@ -72,7 +88,7 @@ class Kernel {
     int released;  // whether the predecessor has ended
   };
 
-  __device__ __forceinline__ Kernel(const SplitGateUp& params, Shared& shared, uint8_t* memory)
+  __device__ __forceinline__ Kernel(const SplitGateUp<W>& params, Shared& shared, uint8_t* memory)
       : q_(params),
         p_(params.problem),
         shared_(shared),
@@ -100,6 +116,7 @@ class Kernel {
     const int passes = (p_.ffn + q_.neurons - 1) / q_.neurons;
     for (int pass = static_cast<int>(blockIdx.x) / kSplit; pass < passes; pass += clusters) {
       first_ = pass * q_.neurons;
+      prefetch_scales();
       gate();
       list();
       if (total_ > 0) {
@@ -167,6 +184,9 @@ class Kernel {
 
   static constexpr int kProducer = 4;  // the warp that loads
 
+  __device__ __forceinline__ uint32_t row_bytes() const {
+    return static_cast<uint32_t>(p_.width) * sizeof(W);
+  }
   __device__ __forceinline__ bool multiplies() const { return warp_ < kProducer; }
   // Whether this CTA adds up any tokens.
   __device__ __forceinline__ bool adds() const { return p_.tokens > rank_ * 16; }
@@ -304,7 +324,7 @@ class Kernel {
     const uint64_t rows = k_major_operand(stage_place(step - step_));
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma<kHalf, false>(sums, x + k * 2, rows + k * 2, true);
+    for (int k = 0; k < 4; ++k) multiply_bytes<W, kHalf>(sums, x + k * 2, rows + k * 2);
     wgmma_commit();
   }
   __device__ __forceinline__ void release(int step) {
@@ -364,6 +384,39 @@ class Kernel {
     gate_phase_ ^= 1;
   }
 
+  // Scales are needed where sums are complete, when nothing hides their latency.
+  __device__ __forceinline__ void prefetch_scales() const {
+    if constexpr (kE4m3) {
+      constexpr int kLine = 32, kLines = kMaxNeurons / kLine;  // floats of 128 bytes
+      const auto prefetch = [](const float* from) {
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+      };
+      const int neuron = first_ + lane_ % kLines * kLine;
+      if (warp_ == kProducer + 1 && lane_ < 2 * kLines && neuron < p_.ffn) {
+        const float* const of = lane_ < kLines ? p_.first_scales : p_.up_scales;
+        if (of != nullptr) prefetch(of + neuron);
+      }
+      if (warp_ == kProducer + 2 && lane_ < p_.tokens && lane_ % kLine == 0) {
+        prefetch(p_.x_scales + lane_);
+      }
+    }
+  }
+  // Multiplies the sums of a block of 8 columns (add_sums) by the scales of their tokens and of
+  // this lane's two neurons. Tokens and neurons that do not exist have 0.
+  __device__ __forceinline__ float4 scaled(float4 sum, float first, float second) const {
+    if constexpr (kE4m3) {
+      const int token = rank_ * 16 + lane_ / 4;
+      const float low = token < p_.tokens ? p_.x_scales[token] : 0.0f;
+      const float high = token + 8 < p_.tokens ? p_.x_scales[token + 8] : 0.0f;
+      sum = {sum.x * (low * first), sum.y * (low * second), sum.z * (high * first),
+             sum.w * (high * second)};
+    }
+    return sum;
+  }
+  __device__ __forceinline__ float scale_of(const float* scales, int neuron) const {
+    return kE4m3 && neuron < p_.ffn ? __ldg(scales + neuron) : 0.0f;
+  }
+
   // Publishes the active neurons to the next kernel. Called by the warps that do not multiply.
   __device__ __forceinline__ void publish() const {
     const int word = static_cast<int>(threadIdx.x) - 128;
@@ -416,9 +469,11 @@ class Kernel {
   }
 
   // Finishes a block of 8 neurons and 16 tokens. Returns the active neurons as bits, to every lane.
-  __device__ __forceinline__ uint32_t finish_gate(int block, const float4& sum) {
-    const int token = rank_ * 16 + lane_ / 4;
-    const bool exists = first_ + block * 8 + lane_ % 4 * 2 < p_.ffn;
+  __device__ __forceinline__ uint32_t finish_gate(int block, const float4& unscaled) {
+    const int token = rank_ * 16 + lane_ / 4, neuron = first_ + block * 8 + lane_ % 4 * 2;
+    const float4 sum =
+        scaled(unscaled, scale_of(p_.first_scales, neuron), scale_of(p_.first_scales, neuron + 1));
+    const bool exists = neuron < p_.ffn;
     const bool low = exists && token < p_.tokens, high = exists && token + 8 < p_.tokens;
     const auto gate = [&](bool in, float value) {
       return in ? above(relu_bf16(value), p_.cut) : 0;
@@ -441,7 +496,7 @@ class Kernel {
 
   // Prefetches the row of w_up into the L2.
   __device__ __forceinline__ void ask_for_up(int neuron) const {
-    bulk_prefetch(p_.up + int64_t{first_ + neuron} * p_.width, p_.width * 2);
+    bulk_prefetch(p_.up + int64_t{first_ + neuron} * p_.width, row_bytes());
   }
 
   // --- Up: gathers rows of w_up of active neurons, sends partial sums to the CTA that owns their
@@ -509,7 +564,7 @@ class Kernel {
       const uint64_t rows = k_major_operand(ring_ + c * chunk_bytes);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma<kFewRows, false>(sums, x + k * 2, rows + k * 2, true);
+      for (int k = 0; k < 4; ++k) multiply_bytes<W, kFewRows>(sums, x + k * 2, rows + k * 2);
       wgmma_commit();
     }
     wgmma_wait<0>();
@@ -593,7 +648,7 @@ class Kernel {
       const uint64_t a = k_major_operand(x_place(x_index));
       const uint64_t b = k_major_operand(ring_ + stage * (Rows * kRowBytes));
 #pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma<Rows, false>(acc, a + k * 2, b + k * 2, true);
+      for (int k = 0; k < 4; ++k) multiply_bytes<W, Rows>(acc, a + k * 2, b + k * 2);
       wgmma_commit();
       wgmma_wait<1>();
       if (c > 0 && threadIdx.x == 0) barrier_arrive(barrier(empty, step + c - 1));
@@ -611,10 +666,10 @@ class Kernel {
 #pragma unroll 2
     for (int i = 0; i * kWarps + warp_ < total_; ++i) {
       const int row = i * kWarps + warp_;
-      const __nv_bfloat16* from = p_.up + int64_t{first_ + __shfl_sync(~0u, mine, i)} * p_.width;
+      const W* from = p_.up + int64_t{first_ + __shfl_sync(~0u, mine, i)} * p_.width;
 #pragma unroll 2
       for (int piece = lane_; piece < chunks_ * 8; piece += 32) {
-        const int k = chunk_k(piece / 8) + piece % 8 * 8;
+        const int k = chunk_k(piece / 8) + piece % 8 * kPiece;
         gather16(ring_ + (piece / 8 * rows + row) * kRowBytes + ((piece ^ row) % 8) * 16,
                  k < p_.width ? from + k : from, k < p_.width);
       }
@@ -632,10 +687,10 @@ class Kernel {
 #pragma unroll 1
       for (int at = me; at < total_; at += kGatherers) {
         bulk_prefetch(p_.up + int64_t{first_ + shared_.list[at]} * p_.width + k_begin_,
-                      min(p_.width - k_begin_, chunks_ * kChunk) * 2);
+                      min(p_.width - k_begin_, chunks_ * kChunk) * static_cast<int>(sizeof(W)));
       }
     }
-    const __nv_bfloat16* from[Rows / kEvery];
+    const W* from[Rows / kEvery];
 #pragma unroll
     for (int i = 0; i < Rows / kEvery; ++i) {
       const int at = i * kEvery + row;
@@ -650,7 +705,7 @@ class Kernel {
         barrier_wait(barrier(shared_.barriers.released, before), phase(before));
       }
       if (!keep_x_ && warp_ == kProducer) load_x(c);
-      const int k = chunk_k(c) + piece * 8;
+      const int k = chunk_k(c) + piece * kPiece;
 #pragma unroll
       for (int i = 0; i < Rows / kEvery; ++i) {
         if (from[i] !=
@@ -667,7 +722,7 @@ class Kernel {
   __device__ __forceinline__ void ask_for_down() {
     const int at = (static_cast<int>(threadIdx.x) - 128) * kSplit + rank_;
     if (at < total_) {
-      bulk_prefetch(p_.down + int64_t{first_ + shared_.list[at]} * p_.width, p_.width * 2);
+      bulk_prefetch(p_.down + int64_t{first_ + shared_.list[at]} * p_.width, row_bytes());
     }
     publish();
   }
@@ -678,7 +733,14 @@ class Kernel {
 #pragma unroll 1
     for (int b = warp_; b * 8 < total_; b += kWarps) {
       float4 up{1.0f, 1.0f, 1.0f, 1.0f};
-      if (sums != 0) up = add_sums(sums, b, sent_bytes / kSplit);
+      if (sums != 0) {
+        const int column = b * 8 + lane_ % 4 * 2;
+        const auto scale = [&](int at) {
+          return at < total_ ? scale_of(p_.up_scales, first_ + shared_.list[at]) : 0.0f;
+        };
+        up = add_sums(sums, b, sent_bytes / kSplit);
+        if constexpr (kE4m3) up = scaled(up, scale(column), scale(column + 1));
+      }
       finish_hidden(b * 8, up);
     }
   }
@@ -709,8 +771,8 @@ class Kernel {
     __syncwarp();
   }
 
-  const SplitGateUp& q_;
-  const GateUp& p_;
+  const SplitGateUp<W>& q_;
+  const GateUp<W>& p_;
   Shared& shared_;
   const uint32_t ring_;
   const int warp_, lane_, rank_, k_begin_, chunks_;
@@ -727,16 +789,18 @@ class Kernel {
   bool first_pass_ = true;
 };
 
+template <typename W>
 __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(160)
-    gate_up_sm90_kernel(const __grid_constant__ SplitGateUp params) {
+    gate_up_sm90_kernel(const __grid_constant__ SplitGateUp<W> params) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  __shared__ Kernel::Shared shared;
-  Kernel(params, shared, memory).run();
+  __shared__ typename Kernel<W>::Shared shared;
+  Kernel<W>(params, shared, memory).run();
 }
 
 // Number of clusters that fit into the device at one time.
+template <typename W>
 cudaError_t count_clusters(int* clusters) {
-  const cudaError_t status = allow_shared_memory(gate_up_sm90_kernel, kBytes);
+  const cudaError_t status = allow_shared_memory(gate_up_sm90_kernel<W>, kBytes);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -747,11 +811,12 @@ cudaError_t count_clusters(int* clusters) {
   config.dynamicSmemBytes = kBytes;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(clusters, gate_up_sm90_kernel, &config);
+  return cudaOccupancyMaxActiveClusters(clusters, gate_up_sm90_kernel<W>, &config);
 }
 
-cudaError_t launch(const SplitGateUp& params, int clusters, cudaStream_t stream) {
-  return launch_dependent(gate_up_sm90_kernel, dim3(clusters * kSplit), kThreads, kBytes, stream,
+template <typename W>
+cudaError_t launch(const SplitGateUp<W>& params, int clusters, cudaStream_t stream) {
+  return launch_dependent(gate_up_sm90_kernel<W>, dim3(clusters * kSplit), kThreads, kBytes, stream,
                           params);
 }
 
