@@ -448,7 +448,7 @@ class EndTest(unittest.TestCase):
         time.sleep(0.5)
         start = time.monotonic()
         self.assertEqual(served.stop(), 0)
-        self.assertLess(time.monotonic() - start, 12)
+        self.assertLess(time.monotonic() - start, 25)  # what runs is finished: 10 s under sanitizers
         for connection in (half_head, half_body, idle, deaf):
             connection.close()
 
