@@ -163,7 +163,7 @@ def main():
         if choice["finish_reason"] != "stop":
             return "cut off", choice["text"]
         try:
-            # By RFC 3339 there is a second of 60 and a year 0, which the checker of formats does not take.
+            # RFC 3339 has a second of 60 and a year 0; the checker of formats takes neither.
             text = re.sub(r"(\d\d:\d\d):60", r"\1:59", choice["text"])
             value = json.loads(re.sub(r'"0000-(\d\d-\d\d)', r'"0004-\1', text))
             validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)

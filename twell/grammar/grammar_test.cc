@@ -345,7 +345,8 @@ TEST_F(GrammarTest, OrdersDoNotWait) {
   compiler.order({GrammarText::Kind::kEbnf, R"(root ::= "b")"}).notify([&] { ++never; });
   while (told < 2) std::this_thread::yield();
   EXPECT_THROW(slow.get(), InputError);
-  // Behind the slow one its time is over too, or it was compiled just in time.
+  // The quick one waited behind the slow one: its time is over too, or it was compiled just in
+  // time.
   EXPECT_TRUE(quick.is_ready());
   quick.notify([&] { ++told; });
   EXPECT_EQ(told, 3);

@@ -276,7 +276,7 @@ TEST(OpenAi, ResponseFormatsBecomeGrammars) {
   EXPECT_EQ(grammar_of(R"(, "response_format": {"type": "json_schema", "json_schema": {"name": "n",
                 "strict": true, "schema": {"type": "object", "properties": {"b": {}, "a": {}}}}})"),
             (GrammarText{Kind::kJsonSchema, R"({"type":"object","properties":{"b":{},"a":{}}})"}));
-  // As llama.cpp's server takes them.
+  // The llama.cpp server takes these forms too.
   const GrammarText schema{Kind::kJsonSchema, R"({"b":{},"a":{}})"};
   EXPECT_EQ(grammar_of(R"(, "json_schema": {"b": {}, "a": {}})"), schema);
   EXPECT_EQ(grammar_of(R"(, "response_format": {"type": "json_object",

@@ -221,7 +221,7 @@ INSTANTIATE_TEST_SUITE_P(
     Shapes, ByteFfnCudaTest,
     testing::Values(Case{"one", 1, 64, 256, 0.5}, Case{"one_ragged", 1, 208, 2064, 0.03},
                     Case{"eight", 8, 1040, 5632, 0.01, true, Activation::kRelu, true},
-                    // Of 192 neurons of a cluster some 75, 115 and all.
+                    // Some 75, 115 and all of the 192 neurons of a cluster are active.
                     Case{"nine", 9, 336, 5632, 0.4, true, Activation::kRelu, true},
                     Case{"seventeen", 17, 144, 5632, 0.6, true, Activation::kRelu2},
                     Case{"all", 24, 112, 5632, 1.0},

@@ -55,8 +55,8 @@ struct BatchFfnCuda {
 };
 
 inline constexpr int64_t kMaxFewTokens = 64;
-// Of the kernel that streams a layer's rows: columns whose sums fit into the registers, and CTAs,
-// as many as any Hopper GPU has SMs.
+// Limits of the kernel that streams a layer's rows: the sums of so many columns fit into its
+// registers, and no Hopper GPU has more SMs, each of which runs one CTA.
 inline constexpr int64_t kMaxStreamWidth = 4096, kMaxStreams = 144;
 
 // Device memory of one call in flight, for up to kMaxFewTokens.

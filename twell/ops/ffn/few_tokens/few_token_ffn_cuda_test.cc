@@ -235,15 +235,12 @@ TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
 }
 
 // Back-to-back calls overlap by programmatic dependent launch and share one workspace.
-TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
-  TWELL_HOPPER_TEST();
-  std::vector<Problem> problems;
-  problems.emplace_back(Case{"", 3, 512, 1000, -25});
-  problems.emplace_back(Case{"", 64, 320, 1000, -20});
-  problems.emplace_back(Case{"", 1, 512, 2048, 20});
-  problems.emplace_back(Case{"", 16, 320, 520, -25, false});
-  problems.emplace_back(Case{"", 40, 320, 1000, -20});
-  FewTokenWorkspace workspace(2048);
+template <class Run>
+void expect_calls_in_a_graph_keep_apart(CudaContext& ctx, const CudaStream& stream,
+                                        int64_t most_neurons, const std::vector<Case>& cases,
+                                        const Run& run) {
+  std::vector<Problem> problems(cases.begin(), cases.end());
+  FewTokenWorkspace workspace(most_neurons);
   std::vector<DeviceBuffer<__nv_bfloat16>> outputs;
   for (const Problem& p : problems) {
     outputs.push_back(poisoned<__nv_bfloat16>(p.spec.tokens * p.spec.width));
@@ -252,7 +249,7 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
     for (size_t i = 0; i < problems.size(); ++i) {
       BatchFfnCuda problem = problems[i].problem(outputs[i].data());
       problem.weights_are_constant = true;
-      few_token_ffn_cuda(ctx, problem, workspace);
+      run(ctx, problem, workspace);
     }
   });
   for (size_t i = 0; i < problems.size(); ++i) {
@@ -261,30 +258,26 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
   }
 }
 
+TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
+  TWELL_HOPPER_TEST();
+  expect_calls_in_a_graph_keep_apart(ctx, stream, 2048,
+                                     {{"", 3, 512, 1000, -25},
+                                      {"", 64, 320, 1000, -20},
+                                      {"", 1, 512, 2048, 20},
+                                      {"", 16, 320, 520, -25, false},
+                                      {"", 40, 320, 1000, -20}},
+                                     few_token_ffn_cuda);
+}
+
 TEST(FewTokenFfnCuda, OverlappingStreamsInAGraphKeepApart) {
   TWELL_HOPPER_TEST();
-  std::vector<Problem> problems;
-  problems.emplace_back(Case{"", 3, 512, 1000, -25});
-  problems.emplace_back(Case{"", 8, 4096, 2112, -25});
-  problems.emplace_back(Case{"", 1, 512, 2048, 20});
-  problems.emplace_back(Case{"", 5, 320, 520, -25, false});
-  problems.emplace_back(Case{"", 2, 2056, 1000, -20});
-  FewTokenWorkspace workspace(2112);
-  std::vector<DeviceBuffer<__nv_bfloat16>> outputs;
-  for (const Problem& p : problems) {
-    outputs.push_back(poisoned<__nv_bfloat16>(p.spec.tokens * p.spec.width));
-  }
-  replay_as_graph(stream, 5, [&] {
-    for (size_t i = 0; i < problems.size(); ++i) {
-      BatchFfnCuda problem = problems[i].problem(outputs[i].data());
-      problem.weights_are_constant = true;
-      row_stream_ffn_cuda(ctx, problem, workspace);
-    }
-  });
-  for (size_t i = 0; i < problems.size(); ++i) {
-    expect_equal(download(outputs[i]), problems[i].expected(), problems[i].spec.width);
-    EXPECT_EQ(download(problems[i].activity)[0].nnz, 5 * problems[i].nonzeros);
-  }
+  expect_calls_in_a_graph_keep_apart(ctx, stream, 2112,
+                                     {{"", 3, 512, 1000, -25},
+                                      {"", 8, 4096, 2112, -25},
+                                      {"", 1, 512, 2048, 20},
+                                      {"", 5, 320, 520, -25, false},
+                                      {"", 2, 2056, 1000, -20}},
+                                     row_stream_ffn_cuda);
 }
 
 // All values of a token of x have the same magnitude, a power of two, so that its norm is a sign

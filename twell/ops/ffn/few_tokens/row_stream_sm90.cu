@@ -67,13 +67,13 @@ __host__ __device__ constexpr int x_pitch(int width) { return (width + 31) / 32 
 
 enum Kind : uint32_t { kGate, kUp, kDown, kEnd };
 
-// What is in a stage, as one word.
+// Says in one word what a stage holds.
 struct Header {
   uint32_t bits;
   __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(bits & 0xff); }
   __device__ __forceinline__ int segment() const { return static_cast<int>(bits >> 8 & 0xff); }
   __device__ __forceinline__ int rows() const { return static_cast<int>(bits >> 16 & 0xff); }
-  // Of gate and up: the buffer of partial sums.
+  // The buffer that takes the partial sums of a gate or up stage.
   __device__ __forceinline__ int buffer() const { return static_cast<int>(bits >> 24); }
 };
 
@@ -157,7 +157,8 @@ class Kernel {
       const bool more = loaded < gates;
       if (more) load_gate(loaded++);
       if (batch > 0) {
-        // Behind another item the sums are there; at the end, loads need not wait for them.
+        // Once another item has been loaded, the sums are there; at the end, loads do not wait for
+        // them.
         if (more) finish_up(batch);
         load_rows(kDown, batch, p_.down);
         if (!more) finish_up(batch);
@@ -449,7 +450,7 @@ class Kernel {
   const int segments_, x_pitch_;
   int stage_ = 0;
   uint32_t parity_ = 0;
-  // Of the producer.
+  // The producer alone uses the following.
   int begin_ = 0, end_ = 0;     // neurons
   int head_ = 0, pending_ = 0;  // first pending neuron, and how many there are
   uint32_t batches_ = 0;        // whose h is written

@@ -37,7 +37,7 @@ struct GateUp {
   bool squared;        // f(g) = g^2
   bool up_relu;        // dReLU
   uint32_t cut;        // of FATReLU
-  // Of e4m3 operands: scales of the rows of x, of the first weight and of w_up.
+  // Operands in e4m3 have scales: of the rows of x, of the first weight and of w_up.
   const float *x_scales, *first_scales, *up_scales;
 };
 
