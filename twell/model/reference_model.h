@@ -13,6 +13,7 @@
 
 #include "twell/model/rotary.h"
 #include "twell/model/weights.h"
+#include "twell/ops/decode/decode_layers_reference.h"
 
 namespace twell {
 
@@ -27,7 +28,7 @@ struct ReferenceResult {
 
 class ReferenceModel {
  public:
-  using Row = std::vector<double>;
+  using Row = reference::Row;
 
   explicit ReferenceModel(const Model& model)
       : flat(model.flat.span().begin(), model.flat.span().end()), config_(model.config) {
@@ -53,9 +54,10 @@ class ReferenceModel {
     const double* head =
         param(config_.tied_embeddings ? "model.embed_tokens.weight" : "lm_head.weight");
     for (size_t m = 0; m < x.size(); ++m) {
-      const Row logits = linear(norm(x[m], param("model.norm.weight")), head, config_.vocab_size);
+      const Row logits =
+          reference::linear(norm(x[m], param("model.norm.weight")), head, config_.vocab_size);
       if (!targets.empty() && targets[m] >= 0) {
-        result.ce_sum += log_sum_exp(logits) - logits[size(targets[m])];
+        result.ce_sum += reference::log_sum_exp(logits) - logits[size(targets[m])];
       }
       result.logits.insert(result.logits.end(), logits.begin(), logits.end());
     }
@@ -72,35 +74,13 @@ class ReferenceModel {
     return param("model.layers." + std::to_string(layer) + "." + part + ".weight");
   }
 
-  static double log_sum_exp(const Row& values) {
-    const double max = *std::max_element(values.begin(), values.end());
-    double sum = 0.0;
-    for (const double value : values) sum += std::exp(value - max);
-    return max + std::log(sum);
-  }
-
-  // weight [out, in]
-  static Row linear(const Row& x, const double* weight, int64_t out) {
-    Row y(size(out), 0.0);
-    for (size_t o = 0; o < y.size(); ++o) {
-      for (size_t i = 0; i < x.size(); ++i) y[o] += x[i] * weight[o * x.size() + i];
-    }
-    return y;
-  }
-
   Row norm(const Row& x, const double* weight) const {
-    double squares = 0.0;
-    for (const double value : x) squares += value * value;
-    const double scale =
-        1.0 / std::sqrt(squares / static_cast<double>(x.size()) + config_.norm_eps);
-    Row y(x.size());
-    for (size_t i = 0; i < x.size(); ++i) y[i] = x[i] * scale * weight[i];
-    return y;
+    return reference::rms_norm(x, weight, config_.norm_eps);
   }
 
   // Adds the bias if the model has one for this part.
   Row project(const Row& x, int64_t layer, const std::string& part, int64_t out) const {
-    Row y = linear(x, layer_param(layer, part.c_str()), out);
+    Row y = reference::linear(x, layer_param(layer, part.c_str()), out);
     add_bias(layer, part, y);
     return y;
   }
@@ -144,19 +124,13 @@ class ReferenceModel {
   }
 
   void rotate(Row& x, int64_t position) const {
-    const size_t half = rotary_.radians.size();
-    for (size_t head = 0; head < x.size(); head += 2 * half) {
-      for (size_t i = 0; i < half; ++i) {
-        const double angle = static_cast<double>(position) * rotary_.radians[i];
-        const double c = rounded_rotation(config_, rotary_.scale * std::cos(angle));
-        const double s = rounded_rotation(config_, rotary_.scale * std::sin(angle));
-        double& a = x[head + i];
-        double& b = x[head + half + i];
-        const double rotated = a * c - b * s;
-        b = b * c + a * s;
-        a = rotated;
-      }
+    Row cos, sin;
+    for (const double radians : rotary_.radians) {
+      const double angle = static_cast<double>(position) * radians;
+      cos.push_back(rounded_rotation(config_, rotary_.scale * std::cos(angle)));
+      sin.push_back(rounded_rotation(config_, rotary_.scale * std::sin(angle)));
     }
+    reference::rotate<double>(cos, sin, x);
   }
 
   void attention(int64_t layer, int64_t length, std::vector<Row>& x) const {
@@ -176,30 +150,10 @@ class ReferenceModel {
     for (size_t m = 0; m < x.size(); ++m) {
       const size_t window = size(config_.window_of(layer)), before = m % size(length);
       const size_t first = m - (window == 0 ? before : std::min(before, window - 1));
-      const Row attended = attend(q[m], {&k[first], &k[m] + 1}, {&v[first], &v[m] + 1});
-      add(project(attended, layer, "self_attn.o_proj", config_.width), x[m]);
+      const Row attended =
+          reference::attend(q[m], {&k[first], &k[m] + 1}, {&v[first], &v[m] + 1}, config_.head_dim);
+      reference::add(project(attended, layer, "self_attn.o_proj", config_.width), x[m]);
     }
-  }
-
-  // Attention of one query row over its visible keys.
-  Row attend(const Row& q, std::span<const Row> keys, std::span<const Row> values) const {
-    const size_t hd = size(config_.head_dim);
-    Row out(q.size(), 0.0);
-    for (size_t head = 0; head < size(config_.heads); ++head) {
-      const size_t kv = head / size(config_.heads / config_.kv_heads) * hd;
-      Row scores;
-      for (const Row& key : keys) {
-        double dot = 0.0;
-        for (size_t i = 0; i < hd; ++i) dot += q[head * hd + i] * key[kv + i];
-        scores.push_back(dot / std::sqrt(static_cast<double>(hd)));
-      }
-      const double total = log_sum_exp(scores);
-      for (size_t j = 0; j < keys.size(); ++j) {
-        const double weight = std::exp(scores[j] - total);
-        for (size_t i = 0; i < hd; ++i) out[head * hd + i] += weight * values[j][kv + i];
-      }
-    }
-    return out;
   }
 
   void feed_forward(int64_t layer, Row& x, ReferenceResult& result) const {
@@ -224,27 +178,10 @@ class ReferenceModel {
     result.row_nnz[size(layer)].push_back(nnz);
   }
 
-  static void add(const Row& delta, Row& x) {
-    for (size_t i = 0; i < x.size(); ++i) x[i] += delta[i];
-  }
-
   ModelConfig config_;
   RotaryFrequencies rotary_;
   std::unordered_map<std::string, int64_t> offsets_;
 };
-
-// Norm of the difference over the norm of the reference.
-template <typename A, typename B>
-double relative_error(std::span<A> values, std::span<B> reference) {
-  double error = 0.0, total = 0.0;
-  for (size_t i = 0; i < values.size(); ++i) {
-    const double expected = static_cast<double>(reference[i]);
-    const double difference = static_cast<double>(values[i]) - expected;
-    error += difference * difference;
-    total += expected * expected;
-  }
-  return total == 0.0 ? std::sqrt(error) : std::sqrt(error / total);
-}
 
 // Bound on the relative error, in norm, of float32 on the longest path through the model and back.
 // A product over K terms adds about eps * sqrt(K). A layer has four products, a softmax and two

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words that CTAs exchange, over many calls: model/decode_cuda_test.cc compares results with
-// the CPU.
+// The kernel of all layers against the scalar reference, and the words that CTAs exchange over many
+// calls. model/decode_cuda_test.cc runs it in whole models.
 #include "twell/ops/decode/decode_layers.h"
 
 #include <gtest/gtest.h>
@@ -10,69 +10,43 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
+#include "twell/ops/decode/decode_layers_reference.h"
 
 namespace twell {
 namespace {
 
-constexpr int64_t kWidth = 256, kFfn = 1024, kHeads = 4, kKvHeads = 2, kHeadDim = 64;
-constexpr int kLayers = 3;
-constexpr int64_t kLength = 700;  // keys in several segments
-constexpr int64_t kTableSize = (kLength + kKvBlock - 1) / kKvBlock;
-
-std::vector<__nv_bfloat16> weights(int64_t rows, int64_t cols, uint64_t seed) {
-  std::vector<__nv_bfloat16> out = random_bf16(rows * cols, seed);
-  const float scale = 1.0f / std::sqrt(static_cast<float>(cols));
-  for (__nv_bfloat16& value : out) value = __float2bfloat16(__bfloat162float(value) * scale);
-  return out;
-}
-
-// Decoding steps of `tokens` sequences, each of the same input.
+// A step of the kernel on a problem of the reference.
 class Steps {
  public:
-  Steps(int tokens, bool sparse)
-      : x_values_(random_bf16(tokens * kWidth, 1)), x_(upload(x_values_)) {
+  // sparse: of each layer.
+  Steps(const DecodeReference& reference, const std::vector<bool>& sparse)
+      : x_values_(to_bf16s(reference.x)), x_(upload(x_values_)) {
     shape_ = {.multiprocessors = CudaContext(stream_.get()).multiprocessors(),
-              .tokens = tokens,
-              .width = kWidth,
-              .heads = kHeads,
-              .kv_heads = kKvHeads,
-              .head_dim = kHeadDim,
-              .max_length = kLength};
+              .tokens = reference.tokens(),
+              .width = reference.width,
+              .heads = reference.heads,
+              .kv_heads = reference.kv_heads,
+              .head_dim = reference.head_dim,
+              .max_length = *std::max_element(reference.kv_len.begin(), reference.kv_len.end())};
     memory_ = DeviceBuffer<uint8_t>(decode_workspace_bytes(shape_));
     TWELL_CUDA_CHECK(cudaMemset(memory_.data(), 0, static_cast<size_t>(memory_.size())));
-    const int64_t kv_width = kKvHeads * kHeadDim, rows = tokens * kTableSize * kKvBlock;
-    std::vector<int32_t> positions, kv_len, tables;
-    std::vector<int64_t> cache_rows, kv_begin;
-    for (int i = 0; i < tokens; ++i) {
-      const auto length = static_cast<int32_t>(kLength - 300 * i);
-      kv_len.push_back(length);
-      positions.push_back(length - 1);
-      kv_begin.push_back(i * kTableSize);
-      for (int64_t block = 0; block < kTableSize; ++block) {
-        tables.push_back(static_cast<int32_t>(i * kTableSize + block));
-      }
-      cache_rows.push_back(kv_row(
-          tables[static_cast<size_t>(i * kTableSize + (length - 1) / kKvBlock)], length - 1));
-    }
-    const auto keep = [&](std::vector<__nv_bfloat16> values) {
-      kept_.push_back(upload(values));
-      return kept_.back().data();
-    };
-    positions_ = upload(positions);
-    kv_len_ = upload(kv_len);
-    tables_ = upload(tables);
-    cache_rows_ = upload(cache_rows);
-    kv_begin_ = upload(kv_begin);
-    rotation_ = upload(std::vector<float>(static_cast<size_t>(kLength * kHeadDim / 2), 0.6f));
-    problem_ = {.tokens = tokens,
-                .layers = kLayers,
-                .width = static_cast<int>(kWidth),
-                .ffn = static_cast<int>(kFfn),
-                .heads = static_cast<int>(kHeads),
-                .kv_heads = static_cast<int>(kKvHeads),
-                .head_dim = static_cast<int>(kHeadDim),
-                .cos = rotation_.data(),
-                .sin = rotation_.data(),
+    cos_ = upload(reference.cos);
+    sin_ = upload(reference.sin);
+    positions_ = upload(reference.positions);
+    kv_len_ = upload(reference.kv_len);
+    tables_ = upload(reference.tables);
+    cache_rows_ = upload(reference.cache_rows);
+    kv_begin_ = upload(reference.kv_begin);
+    problem_ = {.tokens = static_cast<int>(reference.tokens()),
+                .layers = static_cast<int>(reference.layers.size()),
+                .width = static_cast<int>(reference.width),
+                .ffn = static_cast<int>(reference.ffn),
+                .heads = static_cast<int>(reference.heads),
+                .kv_heads = static_cast<int>(reference.kv_heads),
+                .head_dim = static_cast<int>(reference.head_dim),
+                .eps = static_cast<float>(reference.eps),
+                .cos = cos_.data(),
+                .sin = sin_.data(),
                 .positions = positions_.data(),
                 .cache_rows = cache_rows_.data(),
                 .tables = tables_.data(),
@@ -80,19 +54,24 @@ class Steps {
                 .kv_len = kv_len_.data(),
                 .x = x_.data(),
                 .workspace = decode_workspace(shape_, memory_.data())};
-    for (int layer = 0; layer < kLayers; ++layer) {
-      const auto seed = static_cast<uint64_t>(100 * layer);
-      problem_.layer[layer] = {
-          .attention_norm = keep(random_bf16(kWidth, seed + 2)),
-          .w_qkv = keep(weights((kHeads + 2 * kKvHeads) * kHeadDim, kWidth, seed + 3)),
-          .w_o = keep(weights(kWidth, kHeads * kHeadDim, seed + 4)),
-          .ffn_norm = keep(random_bf16(kWidth, seed + 5)),
-          .w_gate = keep(weights(kFfn, kWidth, seed + 6)),
-          .w_up = keep(weights(kFfn, kWidth, seed + 7)),
-          .w_down = keep(weights(kFfn, kWidth, seed + 8)),
-          .keys = keep(random_bf16(rows * kv_width, seed + 9)),
-          .values = keep(random_bf16(rows * kv_width, seed + 10)),
-          .sparse = sparse};
+    const auto keep = [&](const std::vector<float>& values) -> __nv_bfloat16* {
+      if (values.empty()) return nullptr;
+      kept_.push_back(upload(to_bf16s(values)));
+      return kept_.back().data();
+    };
+    for (size_t i = 0; i < reference.layers.size(); ++i) {
+      const DecodeReferenceLayer& layer = reference.layers[i];
+      problem_.layer[i] = {.attention_norm = keep(layer.attention_norm),
+                           .w_qkv = keep(layer.w_qkv),
+                           .b_qkv = keep(layer.b_qkv),
+                           .w_o = keep(layer.w_o),
+                           .ffn_norm = keep(layer.ffn_norm),
+                           .w_gate = keep(layer.w_gate),
+                           .w_up = keep(layer.w_up),
+                           .w_down = keep(layer.w_down),
+                           .keys = keep(layer.keys),
+                           .values = keep(layer.values),
+                           .sparse = sparse[i]};
     }
   }
 
@@ -123,31 +102,98 @@ class Steps {
     return to_floats(download(x_));
   }
 
+  // Rows of a layer's cache, those of `rows` one behind the other.
+  std::vector<float> cached(bool values, size_t layer, const std::vector<int64_t>& rows) const {
+    const auto width = static_cast<size_t>(problem_.kv_heads * problem_.head_dim);
+    const __nv_bfloat16* const from =
+        values ? problem_.layer[layer].values : problem_.layer[layer].keys;
+    std::vector<__nv_bfloat16> out(rows.size() * width);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      TWELL_CUDA_CHECK(cudaMemcpy(out.data() + i * width,
+                                  from + rows[i] * static_cast<int64_t>(width),
+                                  width * sizeof(__nv_bfloat16), cudaMemcpyDeviceToHost));
+    }
+    return to_floats(out);
+  }
+
  private:
   CudaStream stream_;
   DecodeWorkspaceShape shape_;
   std::vector<__nv_bfloat16> x_values_;
   DeviceBuffer<__nv_bfloat16> x_;
   DeviceBuffer<uint8_t> memory_;
-  DeviceBuffer<float> rotation_;
+  DeviceBuffer<float> cos_, sin_;
   DeviceBuffer<int32_t> positions_, kv_len_, tables_;
   DeviceBuffer<int64_t> cache_rows_, kv_begin_;
   std::vector<DeviceBuffer<__nv_bfloat16>> kept_;
   DecodeLayers problem_;
 };
 
+bool takes(const DecodeReference& problem) {
+  return decode_layers_max_tokens(problem.width, problem.heads * problem.head_dim, problem.ffn,
+                                  problem.head_dim) >= problem.tokens();
+}
+
+class DecodeLayersCuda : public testing::TestWithParam<DecodeReferenceShape> {};
+
+// model/decode_reference_test.cc compares the reference with the CPU's engine, and shows that the
+// tolerance finds a key left out of these problems.
+TEST_P(DecodeLayersCuda, EqualsTheReference) {
+  TWELL_HOPPER_TEST();
+  DecodeReference reference = random_decode(GetParam());
+  reference.rounds = true;
+  ASSERT_TRUE(takes(reference));
+  const DecodeReference before = reference;
+  const std::vector<double> want = reference.run();
+  const double tolerance = decode_tolerance(GetParam().layers);
+  const auto width = static_cast<size_t>(reference.width);
+  for (const bool sparse_first : {false, true}) {
+    std::vector<bool> sparse;  // in turn
+    for (size_t i = 0; i < reference.layers.size(); ++i) {
+      sparse.push_back((i % 2 == 0) == sparse_first);
+    }
+    SCOPED_TRACE(testing::Message() << "the first layer sparse: " << sparse_first);
+    Steps steps(before, sparse);
+    const std::vector<float> got = steps.step();
+    for (size_t token = 0; token < reference.positions.size(); ++token) {
+      EXPECT_LE(relative_error(std::span(got).subspan(token * width, width),
+                               std::span(want).subspan(token * width, width)),
+                tolerance)
+          << "token " << token;
+    }
+    for (size_t layer = 0; layer < reference.layers.size(); ++layer) {
+      for (const bool values : {false, true}) {
+        const std::vector<float>& cache =
+            values ? reference.layers[layer].values : reference.layers[layer].keys;
+        const int64_t kv_width = reference.kv_heads * reference.head_dim;
+        std::vector<float> stored;
+        for (const int64_t row : reference.cache_rows) {
+          const auto begin = cache.begin() + row * kv_width;
+          stored.insert(stored.end(), begin, begin + kv_width);
+        }
+        const std::vector<float> rows = steps.cached(values, layer, reference.cache_rows);
+        EXPECT_LE(relative_error(std::span(rows), std::span(stored)), tolerance)
+            << (values ? "values" : "keys") << " of layer " << layer;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, DecodeLayersCuda, testing::ValuesIn(decode_reference_shapes()));
+
 TEST(DecodeLayersCudaTest, TagsStartAgainBeforeTheyRunOut) {
   TWELL_SKIP_WITHOUT_GPU();
-  if (decode_layers_max_tokens(kWidth, kHeads * kHeadDim, kFfn, kHeadDim) < 2) {
-    GTEST_SKIP() << "the kernel of all layers needs Hopper";
-  }
+  constexpr int kLayers = 3;
   constexpr uint32_t kTagsOfCall = kLayers + 1;
-  for (const int tokens : {1, 2}) {
-    for (const bool sparse : {false, true}) {
-      SCOPED_TRACE(testing::Message() << tokens << " tokens, sparse: " << sparse);
-      const std::vector<float> want = Steps(tokens, sparse).step();
+  for (const std::vector<int32_t>& lengths : {std::vector<int32_t>{700}, {700, 400}}) {
+    const DecodeReference problem = random_decode({256, 1024, 4, 2, 64, lengths, kLayers});
+    if (!takes(problem)) GTEST_SKIP() << "the kernel of all layers needs Hopper";
+    for (const bool is_sparse : {false, true}) {
+      SCOPED_TRACE(testing::Message() << lengths.size() << " tokens, sparse: " << is_sparse);
+      const std::vector<bool> sparse(kLayers, is_sparse);
+      const std::vector<float> want = Steps(problem, sparse).step();
       for (const float value : want) ASSERT_TRUE(std::isfinite(value));
-      Steps steps(tokens, sparse);
+      Steps steps(problem, sparse);
       EXPECT_EQ(steps.step(), want);
       EXPECT_EQ(steps.tags_used(), kTagsOfCall);
       // Every word of the calls after the last possible tag, and the tag of words never written.
