@@ -136,6 +136,64 @@ def missing_headers(root, name, known):
                 for found in headers)]
 
 
+# What a header declares at the start of a line: types, constants and functions.
+DECLARED = re.compile(
+    r"^(?:template <[^>]*>\s*)?(?:class|struct|enum class|enum|using(?! namespace))\s+(\w+)"
+    r"|^(?:inline )?constexpr [^=;{}()]*?\b(k[A-Z]\w*)\b"
+    r"|^(?:inline |constexpr |\[\[\w+\]\] )*[A-Za-z_][\w:<>,&* ]*?[ &*>](\w+_\w+)\(",
+    re.MULTILINE)
+USED = re.compile(r"(?<![\w.>:])(?:twell::)?((?!alignas\b)[A-Za-z_]\w+)\b")
+QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|^\s*#.*', re.MULTILINE)
+
+
+def declared_names(text):
+    return {name for found in DECLARED.findall(text) for name in found if name}
+
+
+def headers_of_ours(root, name, known):
+    """This file and the headers of ours that it reaches."""
+    if name not in known:
+        known[name] = {name}
+        if (root / name).exists():
+            for included in INCLUDE.findall((root / name).read_text()):
+                known[name] |= headers_of_ours(root, included, known)
+    return known[name]
+
+
+def undeclared_names(root, listing, reachable):
+    """Sources that use a name of a header of ours without reaching a declaration. Unity builds, which
+    compile the sources of a room as one, do not find them."""
+    where, names = {}, {}
+    for name in listing:
+        if (root / name).exists():
+            names[name] = declared_names(COMMENT.sub("", (root / name).read_text()))
+            if name.endswith((".h", ".cuh")):
+                for declared in names[name]:
+                    where.setdefault(declared, set()).add(name)
+    known, texts, faults = {}, {}, []
+    for name in listing:
+        if name not in names or "_test." in name or "_bench." in name or not (
+                name.startswith("twell/") and name.endswith(".cc")):
+            continue
+        reached = headers_of_ours(root, name, known)
+        for file in reached - texts.keys():
+            texts[file] = ""
+            if (root / file).exists():
+                texts[file] = QUOTED.sub("", COMMENT.sub("", (root / file).read_text()))
+        everything = "".join(texts[file] for file in reached)
+        for used in sorted(set(USED.findall(texts[name])) & where.keys()):
+            possible = [header for header in sorted(where[used])
+                        if layer_and_room(header)[1] in reachable[layer_and_room(name)[1]]]
+            if not possible or reached.intersection(possible):
+                continue
+            # Names of members, parameters and what is within a function are not that header's.
+            if not re.search(rf"(?:[\w>&*] |[*&]|::){used}\b\s*[=(;,){{[]|[,{{]\s*{used}\s*=[^=]"
+                             rf"|(?:class|struct|enum|using|typename) {used}\b", everything):
+                faults.append(f"{name}: uses {used} without a header that declares it "
+                              f"({', '.join(possible)})")
+    return faults
+
+
 def main():
     root = pathlib.Path(__file__).resolve().parent.parent
     listing = subprocess.run(
@@ -168,6 +226,8 @@ def main():
                               "in twell/CMakeLists.txt")
             if not (root / included).exists():
                 faults.append(f"{name}: {included} does not exist")
+    sources = [name for name in listing if name.endswith((".h", ".cc", ".cu", ".cuh"))]
+    faults += undeclared_names(root, sources, reachable)
     for fault in faults:
         print(fault, file=sys.stderr)
     if not faults:

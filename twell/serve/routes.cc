@@ -89,9 +89,9 @@ std::vector<int32_t> end_tokens(const Tokenizer& tokenizer, const std::vector<in
   return joined(std::move(ids), others);
 }
 
-std::string event_text(const ordered_json& json) { return "data: " + to_text(json) + "\n\n"; }
+std::string event_text(const ordered_json& event) { return "data: " + to_text(event) + "\n\n"; }
 
-HttpReply json_reply(const ordered_json& json) { return {.body = to_text(json)}; }
+HttpReply json_reply(const ordered_json& body) { return {.body = to_text(body)}; }
 
 HttpReply error_reply(const ApiError& error) {
   HttpReply reply{.status = error.status, .body = to_text(error_json(error))};
