@@ -232,21 +232,57 @@ function(twell_room_tests room files)
   endif()
 endfunction()
 
-# Kernels in *_sm90.cu require sm_90a instructions. Other *.cu files run on sm_80 and later, with
-# extra code for sm_90, which supports programmatic dependent launch. The preset dev has no machine
-# code for sm_80 (TWELL_SM80_CODE), which is a third of the time to compile some of them; a GPU of
-# that generation then compiles their PTX when the program starts.
-function(twell_cuda_architectures)
-  set(sm_80 [sm_80,compute_80])
-  if(NOT TWELL_SM80_CODE)
-    set(sm_80 compute_80)
+# Which GPUs a CUDA source is for is in its name. Kernels in *_sm90.cu use instructions of Hopper that
+# no other GPU has (9.0a). All other *.cu are portable, from compute capability 8.0 on: they have
+# machine code for the capabilities in TWELL_CUDA_ARCHITECTURES, and PTX of 8.0, which the driver
+# compiles for other GPUs when the program starts. The code for 9.0 and later has programmatic
+# dependent launch besides. A portable build has neither *_sm90.cu, in whose place it compiles a
+# room's without_sm90_cuda.cc, nor such code: what it has for 9.0 and later is made of the PTX of 8.0.
+set(twell_release_architectures 80 86 89 90 100 120)
+set(twell_architectures ${TWELL_CUDA_ARCHITECTURES})
+if(twell_architectures STREQUAL "release")
+  set(twell_architectures ${twell_release_architectures})
+endif()
+if(NOT TWELL_PORTABLE AND NOT 90 IN_LIST twell_architectures)
+  list(APPEND twell_architectures 90)  # Hopper's kernels run beside portable code for 9.0 alone
+endif()
+set(twell_portable_code)
+set(twell_codes_of_80 compute_80)
+foreach(architecture ${twell_architectures})
+  if(NOT architecture MATCHES "^(8[0-9]|90|1[0-9][0-9])$")
+    message(FATAL_ERROR "TWELL_CUDA_ARCHITECTURES=${TWELL_CUDA_ARCHITECTURES}: ${architecture} is no "
+      "compute capability of 8.0 or later, such as 80, 89 or 120; release stands for "
+      "${twell_release_architectures}")
   endif()
+  if(architecture EQUAL 80 OR TWELL_PORTABLE)
+    list(INSERT twell_codes_of_80 0 sm_${architecture})
+  else()
+    list(APPEND twell_portable_code "-gencode=arch=compute_${architecture},code=sm_${architecture}")
+  endif()
+endforeach()
+if(twell_codes_of_80 STREQUAL "compute_80")
+  list(INSERT twell_portable_code 0 "-gencode=arch=compute_80,code=compute_80")
+else()
+  list(JOIN twell_codes_of_80 "," twell_codes_of_80)
+  list(INSERT twell_portable_code 0 "-gencode=arch=compute_80,code=[${twell_codes_of_80}]")
+endif()
+if(TWELL_HAVE_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  foreach(architecture ${twell_architectures})
+    if(architecture GREATER 90)
+      message(FATAL_ERROR "TWELL_CUDA_ARCHITECTURES=${TWELL_CUDA_ARCHITECTURES}: machine code for "
+        "${architecture} needs CUDA 12.8 or later, this is ${CMAKE_CUDA_COMPILER_VERSION}")
+    endif()
+  endforeach()
+endif()
+if(TWELL_PORTABLE)
+  add_compile_definitions(TWELL_PORTABLE)
+endif()
+function(twell_cuda_architectures)
   foreach(file ${ARGN})
     if(file MATCHES "_sm90\\.cu$")
       set(options "-gencode=arch=compute_90a,code=sm_90a")
     elseif(file MATCHES "\\.cu$")
-      set(options "-gencode=arch=compute_80,code=${sm_80}"
-                  "-gencode=arch=compute_90,code=sm_90")
+      set(options ${twell_portable_code})
     else()
       continue()
     endif()
@@ -270,6 +306,11 @@ function(twell_room folder)
   if(TWELL_HAVE_CUDA)
     file(GLOB cuda_sources CONFIGURE_DEPENDS
       ${folder}/*.cu ${folder}/*/*.cu ${folder}/*_cuda.cc ${folder}/*/*_cuda.cc)
+    if(TWELL_PORTABLE)
+      list(FILTER cuda_sources EXCLUDE REGEX "_sm90\\.cu$")
+    else()
+      list(FILTER cuda_sources EXCLUDE REGEX "/without_sm90_cuda\\.cc$")
+    endif()
     list(APPEND sources ${cuda_sources})
     twell_cuda_architectures(${cuda_sources})
     if(cuda_sources)

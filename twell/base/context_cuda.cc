@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/base/cuda.h"
+#include "twell/base/gpu_code.h"
 
 namespace twell {
 
@@ -55,7 +56,8 @@ CudaContext::CudaContext(cudaStream_t stream) : stream_(stream) {
   cudaDeviceProp properties{};
   TWELL_CUDA_CHECK(cudaGetDeviceProperties(&properties, device_));
   multiprocessors_ = properties.multiProcessorCount;
-  compute_capability_ = properties.major * 10 + properties.minor;
+  // A portable build takes newer GPUs for older ones.
+  compute_capability_ = seen_capability(properties.major * 10 + properties.minor);
   device_name_ = properties.name;
 }
 

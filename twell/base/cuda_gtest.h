@@ -10,6 +10,7 @@
 #include <string>
 
 #include "twell/base/cuda_testing.h"
+#include "twell/base/gpu_code.h"
 
 namespace twell {
 
@@ -39,8 +40,9 @@ inline int required_gpus() {
   const ::twell::CudaStream stream; \
   ::twell::CudaContext ctx(stream.get())
 
-// The same for kernels of compute capability 9.0.
+// The same for kernels of compute capability 9.0, which a portable build does not have.
 #define TWELL_HOPPER_TEST()                                            \
+  if (::twell::kPortableBuild) GTEST_SKIP() << "a portable build";     \
   TWELL_GPU_TEST();                                                    \
   if (ctx.compute_capability() != 90) {                                \
     TWELL_SKIP_OF_GPUS(1, ctx.device_name() + " is not a Hopper GPU"); \

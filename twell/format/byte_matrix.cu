@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "twell/base/dependent_launch.cuh"
 #include "twell/base/reduce.cuh"
 #include "twell/format/byte_matrix_cuda.h"
 #include "twell/format/byte_rows.cuh"
@@ -67,14 +68,11 @@ __global__ void __launch_bounds__(kThreads) quantise_rows_kernel(QuantiseRowsCud
   if (first == 0) p.scales[row] = largest / most_of(kType);
 }
 
-// With programmatic dependent launch where the device has it.
+// With programmatic dependent launch where the kernel that the device runs waits.
 cudaError_t launch_dependent(void (*kernel)(QuantiseRowsCuda), unsigned blocks,
                              const QuantiseRowsCuda& p, cudaStream_t stream) {
-  int device = 0, major = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
+  bool dependent = false;
+  const cudaError_t status = ask_dependent_launch(dependent);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -84,7 +82,7 @@ cudaError_t launch_dependent(void (*kernel)(QuantiseRowsCuda), unsigned blocks,
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = major < 9 ? 0 : 1;
+  config.numAttrs = dependent ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 

@@ -2,14 +2,18 @@
 // Launches: properties of the current device, dynamic shared memory, thread block clusters.
 //
 // Programmatic dependent launch (PDL): a kernel may start while the previous one on the stream
-// still runs, and waits for it on the device. Works in graph capture. On GPUs before Hopper, which
-// lack it, launch_dependent is an ordinary launch and the device functions do nothing. Source: CUDA
-// programming guide, "Programmatic Dependent Launch and Synchronization".
+// still runs, and waits for it on the device. Works in graph capture. Where the code that the GPU
+// runs is for GPUs before Hopper, which lack it, launch_dependent is an ordinary launch and the
+// device functions do nothing. Source: CUDA programming guide, "Programmatic Dependent Launch and
+// Synchronization".
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "twell/base/dependent_launch.cuh"
+#include "twell/base/gpu_code.h"
 
 namespace twell::gpu {
 
@@ -36,11 +40,13 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-// Reads an attribute of the current device.
+// Reads an attribute of the current device, as the build sees it (gpu_code.h).
 inline cudaError_t device_attribute(int& value, cudaDeviceAttr attribute) {
   int device = 0;
-  const cudaError_t status = cudaGetDevice(&device);
-  return status == cudaSuccess ? cudaDeviceGetAttribute(&value, attribute, device) : status;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&value, attribute, device);
+  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) value = seen_shared_memory(value);
+  return status;
 }
 
 // Launches a grid of thread block clusters, or of single CTAs if cluster is 0, as a dependent of
@@ -49,8 +55,8 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster,
                                       int threads, uint32_t shared_bytes, cudaStream_t stream,
                                       Arguments&&... arguments) {
-  int major = 0;
-  const cudaError_t status = device_attribute(major, cudaDevAttrComputeCapabilityMajor);
+  bool dependent = false;
+  const cudaError_t status = ask_dependent_launch(dependent);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -63,7 +69,7 @@ cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), dim3 grid, 
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : cluster.x == 0 ? 1 : 2;
+  config.numAttrs = !dependent ? 0 : cluster.x == 0 ? 1 : 2;
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "twell/base/content_hash.h"
+#include "twell/base/gpu_code.h"
 #include "twell/base/rounding.h"
 #include "twell/model/tensor_upload.h"
 #include "twell/ops/attention/attention_cuda.h"
@@ -67,9 +68,9 @@ std::string cuda_bytes_unsupported(const ModelConfig& config) {
   TWELL_CUDA_CHECK(cudaGetDevice(&device));
   TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  if (major != 9 || minor != 0) {
-    return fmt::format("fp8 weights need a GPU of compute capability 9.0, this one has {}.{}",
-                       major, minor);
+  if (const int capability = seen_capability(10 * major + minor); capability != 90) {
+    return fmt::format("fp8 weights need a GPU of compute capability 9.0, this one has {}",
+                       gpu_capability_text(capability));
   }
   for (const auto& [name, size] :
        {std::pair{"hidden_size", config.width}, std::pair{"intermediate_size", config.ffn},

@@ -12,6 +12,7 @@
 #include <memory>
 #include <unordered_map>
 
+#include "twell/base/gpu_code.h"
 #include "twell/ops/attention/attention_cuda.h"
 #include "twell/ops/attention/attention_train_cuda.h"
 
@@ -385,7 +386,7 @@ std::string attention_train_unsupported(int64_t head_dim, int64_t length) {
   int device = 0, major = 0;
   TWELL_CUDA_CHECK(cudaGetDevice(&device));
   TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  const int64_t largest = major == 9 ? 256 : 128;
+  const int64_t largest = seen_capability(10 * major) == 90 ? 256 : 128;
   if (head_dim % 8 != 0 || head_dim > largest) {
     return fmt::format("this GPU trains heads of a multiple of 8, at most {}, got {}", largest,
                        head_dim);

@@ -1,28 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiled causal attention on the tensor cores of sm_80: a block computes 128 queries of one head and
-// loops over tiles of 64 keys, two in flight, with an online softmax (FlashAttention-2).
+// loops over tiles of 64 keys, two in flight, with an online softmax (FlashAttention-2). Where
+// shared memory is short of that, a block has 64 queries, and with heads of 256 one tile of keys at
+// a time.
 #include <cuda_bf16.h>
 
 #include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/launch.cuh"
 #include "twell/gpu/warp_mma.cuh"
 #include "twell/ops/attention/attention_cuda.h"
 
 namespace twell {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kQueries = 16 * kWarps;  // per block: one row tile of an mma per warp
-constexpr int kKeys = 64;              // per tile
-constexpr int kPiece = 8;              // values in a 16-byte copy
+constexpr int kKeys = 64;  // per tile
+constexpr int kPiece = 8;  // values in a 16-byte copy
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Rows of shared tiles are padded by one piece, which keeps ldmatrix free of bank conflicts.
 template <int kHeadDim>
 constexpr int kRow = kHeadDim + kPiece;
 
-template <int kHeadDim>
-constexpr int kSharedBytes = (kQueries + 4 * kKeys) * kRow<kHeadDim> * 2;
+// How a block divides the work; Buffers: tiles of keys, and of values, in shared memory.
+template <int HeadDim, int Warps, int Buffers>
+struct Tiling {
+  static constexpr int kHeadDim = HeadDim, kBuffers = Buffers;
+  static constexpr int kThreads = 32 * Warps;
+  static constexpr int kQueries = 16 * Warps;  // per block: one row tile of an mma per warp
+  static constexpr int kSharedBytes = (kQueries + 2 * Buffers * kKeys) * kRow<HeadDim> * 2;
+};
 
 __device__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -51,7 +57,7 @@ __device__ void load_matrices_transposed(uint32_t (&r)[4], const __nv_bfloat16* 
 }
 
 // Copies kRows rows to a shared tile; zeros from row `rows` and column hd on.
-template <int kHeadDim, int kRows>
+template <int kHeadDim, int kRows, int kThreads>
 __device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_t stride, int rows,
                           int head_dim) {
   constexpr int kPieces = kHeadDim / kPiece;
@@ -164,13 +170,15 @@ __device__ __forceinline__ void multiply_values(float (&out)[kHeadDim / 8][4],
 }
 
 // kSliding: queries attend through a window, whose mask costs registers.
-template <int kHeadDim, bool kSliding>
-__global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda p) {
+template <typename Tiling, bool kSliding>
+__global__ void __launch_bounds__(Tiling::kThreads) attention_tiled_kernel(AttentionCuda p) {
+  constexpr int kHeadDim = Tiling::kHeadDim, kThreads = Tiling::kThreads;
+  constexpr int kQueries = Tiling::kQueries, kBuffers = Tiling::kBuffers;
   extern __shared__ __align__(16) __nv_bfloat16 shared[];
   constexpr int kStride = kRow<kHeadDim>;
   __nv_bfloat16* q_tile = shared;
-  __nv_bfloat16* k_tiles = q_tile + kQueries * kStride;    // two
-  __nv_bfloat16* v_tiles = k_tiles + 2 * kKeys * kStride;  // two
+  __nv_bfloat16* k_tiles = q_tile + kQueries * kStride;  // kBuffers
+  __nv_bfloat16* v_tiles = k_tiles + kBuffers * kKeys * kStride;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int sequence = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
   const int q_len = p.sequences.q_len[sequence], kv_len = p.sequences.kv_len[sequence];
@@ -190,17 +198,18 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   const int tile_begin = kSliding ? max(past + first + 1 - window, 0) / kKeys : 0;
   const auto load_keys = [&](int tile) {
     static_assert(kKvBlock == kKeys, "a tile is a block");
-    const int slot = tile % 2 * kKeys * kStride, first_key = tile * kKeys;
+    const int slot = tile % kBuffers * kKeys * kStride, first_key = tile * kKeys;
     const int64_t row =
         table == nullptr ? kv_begin + first_key : int64_t{kv_row(table[tile], first_key)};
     const int64_t from = row * p.kv_stride + kv_at;
     const int left = kv_len - first_key;
-    load_tile<kHeadDim, kKeys>(k_tiles + slot, p.k + from, p.kv_stride, left, hd);
-    load_tile<kHeadDim, kKeys>(v_tiles + slot, p.v + from, p.kv_stride, left, hd);
+    load_tile<kHeadDim, kKeys, kThreads>(k_tiles + slot, p.k + from, p.kv_stride, left, hd);
+    load_tile<kHeadDim, kKeys, kThreads>(v_tiles + slot, p.v + from, p.kv_stride, left, hd);
     commit_copies();
   };
-  load_tile<kHeadDim, kQueries>(q_tile, p.q + (q_row + first) * p.q_stride + head * p.head_dim,
-                                p.q_stride, q_len - first, hd);
+  load_tile<kHeadDim, kQueries, kThreads>(q_tile,
+                                          p.q + (q_row + first) * p.q_stride + head * p.head_dim,
+                                          p.q_stride, q_len - first, hd);
   load_keys(tile_begin);
 
   float out[kHeadDim / 8][4] = {};
@@ -208,15 +217,18 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   const float scale = kLog2E * rsqrtf(static_cast<float>(hd));
   const int row0 = past + first + warp * 16 + lane / 4;  // position of this lane's first row
   for (int tile = tile_begin; tile < tile_end; ++tile) {
-    if (tile + 1 < tile_end) {
+    if constexpr (kBuffers == 1) {
+      if (tile > tile_begin) load_keys(tile);
+      wait_copies<0>();
+    } else if (tile + 1 < tile_end) {
       load_keys(tile + 1);
       wait_copies<1>();
     } else {
       wait_copies<0>();
     }
     __syncthreads();
-    const __nv_bfloat16* k_tile = k_tiles + tile % 2 * kKeys * kStride;
-    const __nv_bfloat16* v_tile = v_tiles + tile % 2 * kKeys * kStride;
+    const __nv_bfloat16* k_tile = k_tiles + tile % kBuffers * kKeys * kStride;
+    const __nv_bfloat16* v_tile = v_tiles + tile % kBuffers * kKeys * kStride;
 
     float scores[kKeys / 8][4] = {};
     multiply_keys<kHeadDim>(scores, q_tile + warp * 16 * kStride, k_tile);
@@ -252,24 +264,41 @@ __global__ void __launch_bounds__(kThreads) attention_tiled_kernel(AttentionCuda
   }
 }
 
-template <int kHeadDim, bool kSliding>
+template <typename Tiling, bool kSliding>
 cudaError_t launch(const AttentionCuda& p, cudaStream_t stream) {
-  const auto kernel = attention_tiled_kernel<kHeadDim, kSliding>;
-  const cudaError_t status = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<kHeadDim>);
+  constexpr int kQueries = Tiling::kQueries, kShared = Tiling::kSharedBytes;
+  const auto kernel = attention_tiled_kernel<Tiling, kSliding>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return status;
   const dim3 grid(static_cast<unsigned>((p.sequences.max_q_len + kQueries - 1) / kQueries),
                   static_cast<unsigned>(p.heads), static_cast<unsigned>(p.sequences.count));
-  kernel<<<grid, kThreads, kSharedBytes<kHeadDim>, stream>>>(p);
+  kernel<<<grid, Tiling::kThreads, kShared, stream>>>(p);
   return cudaGetLastError();
+}
+
+// Small is what every GPU has the shared memory for.
+template <typename Large, typename Small, bool kSliding>
+cudaError_t launch_fitting(const AttentionCuda& p, cudaStream_t stream) {
+  static_assert(Small::kSharedBytes <= kPortableSharedMemory);
+  int most = 0;
+  const cudaError_t status = gpu::device_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (status != cudaSuccess) return status;
+  return most < Large::kSharedBytes ? launch<Small, kSliding>(p, stream)
+                                    : launch<Large, kSliding>(p, stream);
 }
 
 template <bool kSliding>
 cudaError_t launch_size(const AttentionCuda& p, cudaStream_t stream) {
-  if (p.head_dim <= 32) return launch<32, kSliding>(p, stream);
-  if (p.head_dim <= 64) return launch<64, kSliding>(p, stream);
-  if (p.head_dim <= 128) return launch<128, kSliding>(p, stream);
-  return launch<256, kSliding>(p, stream);
+  using Of32 = Tiling<32, 8, 2>;
+  using Of64 = Tiling<64, 8, 2>;
+  static_assert(Of64::kSharedBytes <= kPortableSharedMemory);
+  if (p.head_dim <= 32) return launch<Of32, kSliding>(p, stream);
+  if (p.head_dim <= 64) return launch<Of64, kSliding>(p, stream);
+  if (p.head_dim <= 128) {
+    return launch_fitting<Tiling<128, 8, 2>, Tiling<128, 4, 2>, kSliding>(p, stream);
+  }
+  return launch_fitting<Tiling<256, 8, 2>, Tiling<256, 4, 1>, kSliding>(p, stream);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "twell/base/gpu_code.h"
 #include "twell/base/rounding.h"
 
 namespace twell {
@@ -33,7 +34,8 @@ GpuDevice ask_driver(const CudaContext& ctx) {
   // Memory transfers twice per clock, one bit per line.
   const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *
                               attribute(cudaDevAttrGlobalMemoryBusWidth) / 8.0;
-  device.shared_memory = static_cast<int64_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  device.shared_memory =
+      seen_shared_memory(static_cast<int>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)));
   // Drivers of virtual machines may report 0.
   if (khz > 0.0) device.clock_ghz = khz * 1e-6;
   if (bytes_per_ms > 0.0) device.bandwidth = bytes_per_ms * 1e-3;

@@ -55,6 +55,11 @@ struct BatchFfnCuda {
 };
 
 inline constexpr int64_t kMaxFewTokens = 64;
+namespace few_token {
+inline constexpr int kRowTokens = 8;   // most tokens of decode rows
+inline constexpr int kLeastRows = 16;  // neurons of a CTA of decode rows at a time, at least,
+                                       // because a product always has 16 rows
+}  // namespace few_token
 // Limits of the kernel that streams a layer's rows: the sums of so many columns fit into its
 // registers, and no Hopper GPU has more SMs, each of which runs one CTA.
 inline constexpr int64_t kMaxStreamWidth = 4096, kMaxStreams = 144;

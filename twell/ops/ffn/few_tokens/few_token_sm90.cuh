@@ -9,9 +9,6 @@
 
 namespace twell::few_token {
 
-inline constexpr int kRowTokens = 8;   // most tokens of decode rows
-inline constexpr int kLeastRows = 16;  // neurons of a CTA of decode rows at a time, at least,
-                                       // because a product always has 16 rows
 // What the first kernel passes to the second. All words and `arrived` are 0 between calls.
 struct Hidden {
   __nv_bfloat16* h;   // [F, 8 or 64], written for active neurons; 0 past the tokens

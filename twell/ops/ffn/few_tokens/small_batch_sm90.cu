@@ -113,17 +113,6 @@ int prepare_small_batch(const CudaContext& ctx) {
 
 namespace twell {
 
-FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn, int64_t max_width)
-    : max_ffn_(max_ffn),
-      hidden_(max_ffn * kMaxFewTokens),
-      fired_(max_ffn / few_token::kLeastRows + 1),
-      arrived_(1),
-      parts_(kMaxStreams * few_token::kRowTokens * std::min(max_width, kMaxStreamWidth)) {
-  TWELL_CUDA_CHECK(cudaMemset(fired_.data(), 0, static_cast<size_t>(fired_.bytes())));
-  TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
-  TWELL_CUDA_CHECK(cudaStreamSynchronize(nullptr));
-}
-
 void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace) {
   check_ffn_call(ctx, problem.width, problem.ffn);

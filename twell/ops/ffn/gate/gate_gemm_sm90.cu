@@ -620,24 +620,6 @@ cudaError_t launch_clear_counts(int32_t* counts, int64_t rows, int32_t* progress
                                rows, progress, words);
 }
 
-void check_ffn_call(const CudaContext& ctx, int64_t width, int64_t ffn, bool portable) {
-  const int capability = ctx.compute_capability();
-  TWELL_CHECK(portable ? capability >= 80 : capability == 90,
-              "needs a GPU of compute capability {}, {} is {}.{}",
-              portable ? "8.0 or later" : "9.0", ctx.device_name(), capability / 10,
-              capability % 10);
-  TWELL_CHECK(width > 0 && width % 8 == 0 && ffn > 0 && ffn % 8 == 0,
-              "width {} and FFN size {} must be positive multiples of 8", width, ffn);
-}
-
-void check_packed_ffn(const CudaContext& ctx, int64_t tokens, int64_t width, int64_t ffn,
-                      const TwellPacked& gate, bool portable) {
-  check_ffn_call(ctx, width, ffn, portable);
-  TWELL_CHECK(gate.shape.tile == 256 && gate.shape.rows == tokens && gate.shape.cols == ffn,
-              "TwELL of [{}, {}] in tiles of {}, expected [{}, {}] in tiles of 256",
-              gate.shape.rows, gate.shape.cols, gate.shape.tile, tokens, ffn);
-}
-
 void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   using namespace gate_gemm;
   check_packed_ffn(ctx, problem.tokens, problem.width, problem.ffn, problem.out);
