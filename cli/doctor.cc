@@ -13,9 +13,12 @@
 #include "cli/commands.h"
 #include "cli/text_layout.h"
 #include "twell/base/cpu_limit.h"
+#include "twell/ops/ffn/gpu_report.h"
 #include "twell/ops/ffn/registry.h"
 #ifdef TWELL_HAVE_CUDA
 #include <cuda_runtime_api.h>
+
+#include "twell/gpu/machine_code_cuda.h"
 #endif
 
 namespace twell::cli {
@@ -30,7 +33,8 @@ std::vector<std::string> simd_targets() {
   return names;
 }
 
-// {"status": text, "devices": [{"name", "compute_capability", "memory_gib"}]}
+// {"status": text, "devices": [{"name", "compute_capability", "memory_gib", "machine_code",
+// "executions": [those that auto weighs], "lines": [the same for people]}]}
 nlohmann::json cuda_report() {
   nlohmann::json report = {{"status", ""}, {"devices", nlohmann::json::array()}};
 #ifdef TWELL_HAVE_CUDA
@@ -47,10 +51,17 @@ nlohmann::json cuda_report() {
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties{};
     if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) continue;
+    GpuReport gpu{.compute_capability = 10 * properties.major + properties.minor,
+                  .built = built_machine_code()};
+    if (cudaSetDevice(i) != cudaSuccess || machine_code_cuda(gpu.code) != cudaSuccess)
+      gpu.code = {};
     report["devices"].push_back(
         {{"name", properties.name},
-         {"compute_capability", fmt::format("{}.{}", properties.major, properties.minor)},
-         {"memory_gib", static_cast<double>(properties.totalGlobalMem) / (1 << 30)}});
+         {"compute_capability", gpu_capability_text(gpu.compute_capability)},
+         {"memory_gib", static_cast<double>(properties.totalGlobalMem) / (1 << 30)},
+         {"machine_code", gpu_machine_code(gpu)},
+         {"executions", gpu_auto_executions(gpu)},
+         {"lines", gpu_report_lines(gpu)}});
   }
 #elif defined(TWELL_CUDA_OFF)
   report["status"] = "not part of this build (it was configured with -DTWELL_CUDA=OFF)";
@@ -92,6 +103,9 @@ void print(const nlohmann::json& report) {
   for (const auto& device : cuda["devices"]) {
     fmt::print("  {}: compute capability {}, {:.1f} GiB\n", device["name"].get<std::string>(),
                device["compute_capability"].get<std::string>(), device["memory_gib"].get<double>());
+    for (const auto& line : device["lines"]) {
+      fmt::print("    {}\n", wrapped(line.get<std::string>(), 4, 6, terminal_columns(stdout, 80)));
+    }
   }
 }
 

@@ -274,6 +274,7 @@ if(TWELL_HAVE_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     endif()
   endforeach()
 endif()
+list(JOIN twell_architectures "," twell_machine_code)  # for what `twell doctor` says
 if(TWELL_PORTABLE)
   add_compile_definitions(TWELL_PORTABLE)
 endif()

@@ -14,7 +14,11 @@ std::string gpu_capability_text(int capability) {
 
 std::string gpu_code_text(const GpuCode& code, std::span<const int> built) {
   if (std::ranges::find(built, code.binary) != built.end()) {
-    return fmt::format("native code for {}", gpu_capability_text(code.binary));
+    std::string text = fmt::format("native code for {}", gpu_capability_text(code.binary));
+    if (code.ptx < code.binary) {
+      text += fmt::format(", made of PTX for {}", gpu_capability_text(code.ptx));
+    }
+    return text;
   }
   return fmt::format("PTX for {}, which the driver compiles for {}", gpu_capability_text(code.ptx),
                      gpu_capability_text(code.binary));

@@ -59,6 +59,8 @@ TEST(GpuCode, OfAPortableBuildTakesEveryGpuForAnAmpereOfLeastSharedMemory) {
 
 TEST(GpuCode, SaysWhatRuns) {
   EXPECT_EQ(gpu_code_text({.binary = 86, .ptx = 86}, kRelease), "native code for 8.6");
+  EXPECT_EQ(gpu_code_text({.binary = 90, .ptx = 80}, kRelease),
+            "native code for 9.0, made of PTX for 8.0");
   EXPECT_EQ(gpu_code_text({.binary = 120, .ptx = 80}, std::array{80, 90}),
             "PTX for 8.0, which the driver compiles for 12.0");
   // The driver compiles for 8.0 what a build for 9.0 has as PTX alone.

@@ -473,13 +473,24 @@ __device__ __forceinline__ void unpack(float (&to)[kPiece], const uint4& bits) {
   }
 }
 
+// CTAs that an SM holds.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || \
+    __CUDA_ARCH__ / 10 == 100
+constexpr int kSmCtas = 32;
+#elif __CUDA_ARCH__ < 890
+constexpr int kSmCtas = 16;
+#else
+constexpr int kSmCtas = 24;
+#endif
+
 // For one query head of each key/value head. Lanes take 8 columns each, and a warp as many keys at
 // a time as it has lanes for. Registers are bounded so that an SM holds kWarpsPerSm warps with 8
 // loads of keys, and as many of values, ahead, or twice as many with 4. More of the former would
 // not fit, which matters where CTAs are few: they start while the previous kernel still has part of
 // the SMs, and seem to crowd on those that are free.
 template <int kHeadDim, int kWarps, int kLoads>
-__global__ void __launch_bounds__(32 * kWarps, kWarpsPerSm * 8 / (kLoads * kWarps))
+__global__ void __launch_bounds__(32 * kWarps,
+                                  std::min(kWarpsPerSm * 8 / (kLoads * kWarps), kSmCtas))
     attention_decode_single_kernel(AttentionCuda p, AttentionSplits splits) {
   const Work work(p, splits);
   const KvRows rows = begin_work(p, work);

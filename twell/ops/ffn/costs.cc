@@ -12,8 +12,9 @@ namespace {
 // Fitted by bench/fit_gpu_costs.py, which prints these numbers, to ten shapes on an H200 and to
 // three on an H100 (bench/results/2026-11-23-h100-sweep.txt). Times are in microseconds on 132
 // SMs at 1.98 GHz. Memory is read at a share of the device's bandwidth, more than 1 where a part of
-// the reading hides behind the times. So other devices scale with their SMs, clock and memory.
-constexpr double kFitSms = 132.0, kFitGhz = 1.98;
+// the reading hides behind the times. So other devices scale with their SMs, clock, memory and, in
+// dense GEMMs, tensor cores.
+constexpr double kFitSms = 132.0, kFitGhz = 1.98, kFitGemmFlops = 4096.0;
 struct GpuCosts {
   // Three GEMMs; a power mean joins their compute and memory bounds. Long ones run at the power
   // limit: slower by `throttle` for each factor e beyond 500 us, at most e^2.
@@ -114,6 +115,12 @@ struct GpuCosts {
     double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
     double tail = 20.0;                            // lists, and the tail of long rows
   } row_fused;
+  // gate_gemm_sm80 reaches 340 TFLOP/s on an H200 (bench/results/2026-11-21-h200-executions.txt),
+  // where loads bound it. With slower tensor cores these do; how far is an estimate.
+  struct {
+    double most_flops = 1300.0;  // per SM and clock
+    double share = 0.8;          // of the rate of mma.sync
+  } portable_gate;
   double bandwidth = 0.8135;  // share that is read, unless stated otherwise
 };
 constexpr GpuCosts kCosts;
@@ -160,10 +167,12 @@ struct Sizes {
   }
 };
 
-double dense_gemm(const Sizes& s) {
+double dense_gemm(const GpuFfnLayer& layer, const Sizes& s) {
   const auto& costs = kCosts.dense;
   const double rows = std::ceil(s.m / kDenseRows) * kDenseRows;
-  const double flops = 2.0 * rows * s.d * s.f / s.rate(costs.flops * 1e6 / kFitSms / kFitGhz);
+  const double cores = layer.device.gemm_flops / kFitGemmFlops;
+  const double flops =
+      2.0 * rows * s.d * s.f / (s.rate(costs.flops * 1e6 / kFitSms / kFitGhz) * cores);
   const double bytes = s.move(2.0 * s.d * s.f, costs.bytes);
   const double mean =
       std::pow(std::pow(flops, costs.mean) + std::pow(bytes, costs.mean), 1.0 / costs.mean);
@@ -174,7 +183,15 @@ double all_weights(const GpuFfnLayer& layer, const Sizes& s) {
   return (layer.gated ? 3.0 : 2.0) * 2.0 * s.d * s.f;
 }
 
-double packed_gate(const Sizes& s) {
+// Hopper's kernel, or on other GPUs the one on mma.sync, whose CTAs have half a tile each.
+double packed_gate(const GpuFfnLayer& layer, const Sizes& s) {
+  if (layer.device.compute_capability != 90) {
+    const double items = 2.0 * std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
+    const auto& costs = kCosts.portable_gate;
+    const double flops = std::min(costs.share * layer.device.mma_flops, costs.most_flops);
+    const double item = 2.0 * (kGateTile / 2.0) * kGateTile * s.d / (1e3 * flops * s.ghz);
+    return std::max(std::ceil(items / s.sms) * item, s.move(2.0 * s.d * s.f));
+  }
   const double tiles = std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
   const double pairs = std::floor(s.sms / 2.0);
   const double tile = s.work(kCosts.tile_union.gate_step * std::ceil(s.d / kStep));
@@ -215,8 +232,9 @@ double active_rows(const GpuFfnLayer& layer, const Sizes& s, double active) {
 double dense_gemms(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
   const Sizes s(layer, tokens);
   const auto& costs = kCosts.dense;
-  if (!layer.gated) return 2.0 * dense_gemm(s) + 0.5 * costs.launches;
-  return 3.0 * dense_gemm(s) + s.move(3.0 * 2.0 * s.m * s.f, costs.elementwise) + costs.launches;
+  if (!layer.gated) return 2.0 * dense_gemm(layer, s) + 0.5 * costs.launches;
+  return 3.0 * dense_gemm(layer, s) + s.move(3.0 * 2.0 * s.m * s.f, costs.elementwise) +
+         costs.launches;
 }
 
 double dense_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
@@ -261,7 +279,7 @@ double tile_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&
   const double rounds = tiles * std::ceil(s.d / kDownColumns) / s.sms;
   const double down = s.work(
       costs.down_block * std::max(rounds > 1.0 ? (std::ceil(rounds) + 0.5) * blocks : 0.0, most));
-  const double products = packed_gate(s) + up +
+  const double products = packed_gate(layer, s) + up +
                           s.move(layer.gated ? tiles * rows * missed : 0.0, costs.missed_bytes) +
                           down;
   // Tiles of heavy rows come last. The more rounds, the more of this is hidden.
@@ -312,7 +330,7 @@ double screened(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& a
       s.work(tiles / s.sms * std::ceil(s.d / kStep) * costs.gate_up_block * blocks);
   const double rounds = tiles * std::ceil(s.d / kDownColumns) / s.sms;
   const double down = s.work(tile_union.down_block * (std::ceil(rounds) + 0.5) * blocks);
-  const double products = costs.gate_share * packed_gate(s) + gate_up + down;
+  const double products = costs.gate_share * packed_gate(layer, s) + gate_up + down;
   return products * (1.0 + costs.throttle * std::max(std::log(products / 300.0), 0.0)) +
          costs.launches + s.work(tile_union.tile * tiles) +
          s.move(costs.rotated_bytes * s.m * s.d) + s.move(s.d * s.f, tile_union.first_bytes);
@@ -418,7 +436,8 @@ double row_fused(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& 
   const double gathered = std::max(
       products * s.m * activity.nnz_per_token * 2.0 * s.d / s.rate(kCosts.row_fused.row_bytes),
       s.move(active_rows(layer, s, grown_union(s, activity, s.m))));
-  return packed_gate(s) + 6.0 + kCosts.row_fused.tail + s.move(2.0 * 2.0 * s.m * s.d) + gathered;
+  return packed_gate(layer, s) + 6.0 + kCosts.row_fused.tail + s.move(2.0 * 2.0 * s.m * s.d) +
+         gathered;
 }
 
 // A sparse cost must be below this share of the dense cost: the model is off by some percent.

@@ -25,21 +25,16 @@ GpuDevice ask_driver(const CudaContext& ctx) {
   const auto attribute = [&](cudaDeviceAttr which) {
     int value = 0;
     TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, ctx.device()));
-    return static_cast<double>(value);
+    return value;
   };
-  GpuDevice device{.compute_capability = ctx.compute_capability(),
-                   .multiprocessors = ctx.multiprocessors(),
-                   .mma_flops = gpu_mma_flops(ctx.compute_capability())};
-  const double khz = attribute(cudaDevAttrClockRate);
-  // Memory transfers twice per clock, one bit per line.
-  const double bytes_per_ms = 2.0 * attribute(cudaDevAttrMemoryClockRate) *
-                              attribute(cudaDevAttrGlobalMemoryBusWidth) / 8.0;
-  device.shared_memory =
-      seen_shared_memory(static_cast<int>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)));
-  // Drivers of virtual machines may report 0.
-  if (khz > 0.0) device.clock_ghz = khz * 1e-6;
-  if (bytes_per_ms > 0.0) device.bandwidth = bytes_per_ms * 1e-3;
-  return device;
+  return gpu_device_of(
+      {.name = ctx.device_name(),
+       .compute_capability = ctx.compute_capability(),
+       .multiprocessors = ctx.multiprocessors(),
+       .clock_khz = attribute(cudaDevAttrClockRate),
+       .memory_clock_khz = attribute(cudaDevAttrMemoryClockRate),
+       .memory_bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth),
+       .shared_memory = seen_shared_memory(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))});
 }
 
 }  // namespace

@@ -20,8 +20,9 @@ struct GpuDevice {
   double clock_ghz = 1.98;         // highest clock of the SMs
   double bandwidth = 4.917e6;      // bytes per microsecond of device memory, by its clock and width
   int64_t shared_memory = 232448;  // bytes that a CTA may have
-  // Multiplications and additions in bf16 of mma.sync per SM and clock.
-  double mma_flops = 2560.0;
+  // Multiplications and additions in bf16 per SM and clock, with f32 sums: of mma.sync, and of the
+  // instructions that dense GEMMs of the GPU use.
+  double mma_flops = 2560.0, gemm_flops = 4096.0;
   bool operator==(const GpuDevice&) const = default;
 };
 
@@ -57,9 +58,20 @@ struct GpuFfnShape {
   GpuWeights weights = GpuWeights::kBf16;
 };
 
-// mma_flops by compute capability, from data sheets of professional cards; estimates where there
-// are none.
-double gpu_mma_flops(int compute_capability);
+// What the driver says of a GPU. Drivers of virtual machines may report 0 for clocks.
+struct GpuProperties {
+  std::string_view name;
+  int compute_capability = 0;
+  int64_t multiprocessors = 0;
+  int64_t clock_khz = 0;
+  int64_t memory_clock_khz = 0;  // of two transfers each
+  int64_t memory_bus_bits = 0;
+  int64_t shared_memory = 0;  // bytes that a CTA may have
+};
+// Clocks that are not known are those of the generation's best-known card. The rates of tensor
+// cores follow from the capability, as data sheets state them, or are estimates where there are
+// none; GeForce cards of 8.6, 8.9 and 12.0 have half the rate of professional ones.
+GpuDevice gpu_device_of(const GpuProperties& properties);
 
 // Tokens whose rows of this many bf16 values fit into an SM beside a skinny GEMM's ring buffers of
 // weights, at most 8: layer_ops::max_tokens computes the same on the device.

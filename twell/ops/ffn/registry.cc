@@ -418,9 +418,38 @@ std::string_view gpu_weights_name(GpuWeights weights) {
   return weights == GpuWeights::kBf16 ? "bf16" : "fp8";
 }
 
-double gpu_mma_flops(int compute_capability) {
-  const bool data_center = compute_capability / 10 == 10 || compute_capability == 80;
-  return compute_capability == 90 ? 2560.0 : data_center ? 2048.0 : 1024.0;
+GpuDevice gpu_device_of(const GpuProperties& properties) {
+  // Of a capability and those above it: tensor cores per SM and clock (whitepapers of GA100, GA102,
+  // AD102, GH100, GB100 and GB202), and a card's clock and memory (A100 40 GB, RTX A6000, L40S,
+  // H200, B200, RTX PRO 6000).
+  struct Generation {
+    int least_capability;
+    double mma_flops, gemm_flops, clock_ghz, bandwidth;
+    bool geforce = false;  // of this capability there are GeForce cards
+  };
+  constexpr Generation kGenerations[] = {
+      {120, 1024.0, 1024.0, 2.6, 1.792e6, true}, {110, 1024.0, 1024.0, 1.6, 0.273e6},
+      {100, 2048.0, 8192.0, 1.965, 8.0e6},       {90, 2560.0, 4096.0, 1.98, 4.917e6},
+      {89, 1024.0, 1024.0, 2.52, 0.864e6, true}, {86, 1024.0, 1024.0, 1.8, 0.768e6, true},
+      {80, 2048.0, 2048.0, 1.41, 1.555e6},       {0, 512.0, 512.0, 1.5, 0.6e6}};
+  const int capability = properties.compute_capability;
+  const Generation& of = *std::ranges::find_if(
+      kGenerations, [&](const Generation& g) { return capability >= g.least_capability; });
+  const bool halved = of.geforce && properties.name.find("GeForce") != std::string_view::npos;
+  GpuDevice device{.compute_capability = capability,
+                   .multiprocessors = properties.multiprocessors,
+                   .clock_ghz = of.clock_ghz,
+                   .bandwidth = of.bandwidth,
+                   .shared_memory = properties.shared_memory,
+                   .mma_flops = of.mma_flops * (halved ? 0.5 : 1.0),
+                   .gemm_flops = of.gemm_flops * (halved ? 0.5 : 1.0)};
+  if (properties.clock_khz > 0) {
+    device.clock_ghz = static_cast<double>(properties.clock_khz) * 1e-6;
+  }
+  const double bytes_per_ms = 2.0 * static_cast<double>(properties.memory_clock_khz) *
+                              static_cast<double>(properties.memory_bus_bits) / 8.0;
+  if (bytes_per_ms > 0.0) device.bandwidth = bytes_per_ms * 1e-3;
+  return device;
 }
 
 int64_t gpu_row_tokens(const GpuDevice& device, int64_t width) {

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/gpu_report.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "twell/ops/ffn/registry.h"
+
+namespace twell {
+namespace {
+
+constexpr int kHopper = 90;
+
+template <typename Takes>
+std::vector<std::string> names_of(const GpuReport& report, const Takes& takes) {
+  const int capability = seen_capability(report.compute_capability, report.portable);
+  std::vector<std::string> names;
+  for (const GpuFfnExecution& execution : gpu_ffn_registry()) {
+    const GpuFfnLimits& limits = execution.limits;
+    if (capability >= limits.least_capability && capability <= limits.most_capability &&
+        takes(execution, capability == kHopper)) {
+      names.emplace_back(execution.name);
+    }
+  }
+  return names;
+}
+
+}  // namespace
+
+std::string gpu_machine_code(const GpuReport& report) {
+  std::string text = gpu_code_text(report.code, report.built);
+  if (report.portable) {
+    text += fmt::format("; a portable build, which takes it for {}",
+                        gpu_capability_text(seen_capability(report.compute_capability, true)));
+  }
+  return text;
+}
+
+std::vector<std::string> gpu_executions(const GpuReport& report) {
+  return names_of(report, [](const GpuFfnExecution&, bool) { return true; });
+}
+
+std::vector<std::string> gpu_auto_executions(const GpuReport& report) {
+  return names_of(report, [](const GpuFfnExecution& execution, bool hopper) {
+    return !execution.only_named && !(execution.only_named_on_hopper && hopper);
+  });
+}
+
+std::vector<std::string> gpu_report_lines(const GpuReport& report) {
+  const std::vector<std::string> all = gpu_executions(report),
+                                 automatic = gpu_auto_executions(report);
+  std::vector<std::string> by_name;
+  std::ranges::copy_if(all, std::back_inserter(by_name), [&](const std::string& name) {
+    return std::ranges::find(automatic, name) == automatic.end();
+  });
+  std::vector<std::string> lines = {fmt::format("kernels: {}", gpu_machine_code(report))};
+  if (seen_capability(report.compute_capability, report.portable) < kPtxCapability) {
+    lines = {"kernels: none; they need compute capability 8.0 or later"};
+    return lines;
+  }
+  lines.push_back(fmt::format("feed-forward layers: {}; by name alone {}",
+                              fmt::join(automatic, ", "), fmt::join(by_name, ", ")));
+  lines.push_back(report.compute_capability == kHopper
+                      ? "training: dense and hybrid"
+                      : "training: dense. No GPU of this kind has run TwELL's tests yet");
+  return lines;
+}
+
+}  // namespace twell

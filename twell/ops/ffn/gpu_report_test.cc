@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "twell/ops/ffn/gpu_report.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+
+namespace twell {
+namespace {
+
+constexpr std::array kRelease = {80, 86, 89, 90, 100, 120}, kDev = {90, 90, 90, 90, 90, 90};
+using Lines = std::vector<std::string>;
+
+GpuReport report(int capability, GpuCode code, std::span<const int> built, bool portable = false) {
+  return {.compute_capability = capability, .code = code, .built = built, .portable = portable};
+}
+
+TEST(GpuReport, OfARelease) {
+  EXPECT_EQ(gpu_report_lines(report(89, {.binary = 89, .ptx = 89}, kRelease)),
+            (Lines{"kernels: native code for 8.9",
+                   "feed-forward layers: dense-gemms, row-fused; by name alone portable-rows, "
+                   "portable-union",
+                   "training: dense. No GPU of this kind has run TwELL's tests yet"}));
+  EXPECT_EQ(gpu_report_lines(report(90, {.binary = 90, .ptx = 90}, kRelease)),
+            (Lines{"kernels: native code for 9.0",
+                   "feed-forward layers: dense-rows, dense-batch, dense-few-fp8, dense-gemms, "
+                   "decode-rows, row-stream, small-batch, small-batch-fp8, medium-batch, "
+                   "tile-union, screened; by name alone portable-rows, portable-union, row-fused",
+                   "training: dense and hybrid"}));
+}
+
+// Hopper's kernels do not run on later GPUs.
+TEST(GpuReport, LeavesHoppersExecutionsToHopper) {
+  for (const int capability : {80, 86, 89, 100, 103, 120, 121}) {
+    EXPECT_EQ(gpu_executions(report(capability, {.binary = capability, .ptx = 80}, kRelease)),
+              (Lines{"dense-gemms", "portable-rows", "portable-union", "row-fused"}))
+        << capability;
+  }
+}
+
+TEST(GpuReport, OfABuildWithoutMachineCodeForTheGpu) {
+  EXPECT_EQ(gpu_report_lines(report(120, {.binary = 120, .ptx = 80}, kDev)).front(),
+            "kernels: PTX for 8.0, which the driver compiles for 12.0");
+  EXPECT_EQ(gpu_report_lines(report(75, {}, kDev)),
+            Lines{"kernels: none; they need compute capability 8.0 or later"});
+}
+
+TEST(GpuReport, OfAPortableBuild) {
+  const GpuReport hopper = report(90, {.binary = 90, .ptx = 80}, kDev, /*portable=*/true);
+  EXPECT_EQ(gpu_machine_code(hopper),
+            "native code for 9.0, made of PTX for 8.0; a portable build, which takes it for 8.0");
+  EXPECT_EQ(gpu_auto_executions(hopper), (Lines{"dense-gemms", "row-fused"}));
+}
+
+}  // namespace
+}  // namespace twell
