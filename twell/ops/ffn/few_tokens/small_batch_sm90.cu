@@ -1,34 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Feed-forward layer for 9 to 64 tokens, in e4m3 for 1 to 64, as two kernels that run side by side.
-//
-// 1. gate_up: a cluster of four CTAs computes the gate of up to 192 neurons and h of the active
-// ones. Each CTA has a quarter of the width and keeps its slice of x in shared memory for both
-// products; tokens are the 64-row operand of WGMMA.
-//   gate: TMA loads rows of the first weight into a ring buffer; partial sums go to the CTA that
-//         owns their tokens; the set of active neurons goes to all four CTAs
-//   up:   slices of active rows of w_up are gathered into the same ring buffer; partial sums as
-//         before; h = gate * up
-// Rows of w_down of active neurons are prefetched into the L2 for the next kernel. Each launch runs
-// its code once, so instruction fetches matter: loops are unrolled only where it pays.
-//
-// 2. split_down: y = h w_down over active neurons. A cluster of four CTAs computes 64 columns of y:
-// each CTA takes a quarter of the active neurons, gathers 128 bytes of each one's row and its row
-// of h into a ring buffer, and multiplies on WGMMA, tokens as the 64-row operand; then each adds up
-// 16 tokens. Which neurons are active is published before h is ready, so the weights are loaded by
+//   gate_up     h of active neurons (small_gate_up_sm90.cu)
+//   split_down  y = h w_down over active neurons (small_down_sm90.cu)
+// Which neurons are active is published before h is ready, so split_down has loaded its weights by
 // the time gate_up ends.
 #include <algorithm>
 
 #include "twell/base/rounding.h"
-#include "twell/gpu/bf16_pair.cuh"
-#include "twell/gpu/launch.cuh"
-#include "twell/gpu/sm90/barrier.cuh"
-#include "twell/gpu/sm90/copy.cuh"
 #include "twell/gpu/sm90/tensor_map.h"
-#include "twell/gpu/sm90/wgmma.cuh"
-#include "twell/gpu/warp_mma.cuh"
-#include "twell/ops/ffn/few_tokens/few_token_sm90.cuh"
-#include "twell/ops/ffn/few_tokens/small_down_sm90.cuh"
-#include "twell/ops/ffn/few_tokens/small_gate_up_sm90.cuh"
+#include "twell/ops/ffn/few_tokens/small_batch_sm90.cuh"
 #include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 
 namespace twell::few_token {
@@ -84,7 +64,7 @@ cudaError_t launch_small_batch(const BatchFfnCuda& problem, const Hidden& hidden
       .neurons = neurons,
       .slice_chunks = ceil_div(width, 4 * kColumns)};
   const cudaError_t status =
-      gate_up::launch(params, std::min(clusters, ceil_div(ffn, neurons)), stream);
+      launch_gate_up(params, std::min(clusters, ceil_div(ffn, neurons)), stream);
   if (status != cudaSuccess) return status;
   const DownOf<W> down{.hidden = hidden,
                        .weight = of.down,
@@ -95,15 +75,15 @@ cudaError_t launch_small_batch(const BatchFfnCuda& problem, const Hidden& hidden
                        .width = width,
                        .ffn = ffn,
                        .word_neurons = kWordNeurons};
-  return split_down::launch(down, stream);
+  return launch_split_down(down, stream);
 }
 
 // Lets both kernels take their shared memory, and counts the clusters that fit into the device.
 template <typename W>
 int prepare_small_batch(const CudaContext& ctx) {
   int clusters = 0;
-  TWELL_CUDA_CHECK(gate_up::count_clusters<W>(&clusters));
-  TWELL_CUDA_CHECK(allow_shared_memory(split_down::split_down_sm90_kernel<W>, split_down::kBytes));
+  TWELL_CUDA_CHECK(prepare_gate_up<W>(&clusters));
+  TWELL_CUDA_CHECK(prepare_split_down<W>());
   TWELL_CHECK(clusters > 0, "few-token FFN: {} runs no cluster of its CTAs", ctx.device_name());
   return clusters;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of small batches (small_batch_sm90.cu) share: their problems, and the sums that
-// the CTAs of a cluster exchange.
+// What the kernels of small batches (small_batch_sm90.cu) share: their problems and launches, and
+// the sums that the CTAs of a cluster exchange. W: the type of the weights, bf16 or e4m3 bytes.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,6 @@
 namespace twell::few_token {
 
 using namespace gpu;
-
-namespace {
 
 constexpr int kSplitTokens = 64;  // most tokens
 constexpr int kMaxNeurons = 192;  // most neurons of a cluster at a time
@@ -50,6 +48,21 @@ struct SplitGateUp {
   int neurons;       // neurons of a cluster at a time: a multiple of 64, at most kMaxNeurons
   int slice_chunks;  // chunks of 128 bytes per CTA of a cluster: a quarter of the width
 };
+
+// The first kernel (small_gate_up_sm90.cu). prepare lets it take its shared memory, and counts the
+// clusters that fit into the device at one time.
+template <typename W>
+cudaError_t prepare_gate_up(int* clusters);
+template <typename W>
+cudaError_t launch_gate_up(const SplitGateUp<W>& params, int clusters, cudaStream_t stream);
+
+// The second (small_down_sm90.cu).
+template <typename W>
+cudaError_t prepare_split_down();
+template <typename W>
+cudaError_t launch_split_down(const DownOf<W>& problem, cudaStream_t stream);
+
+namespace {
 
 // Reduction over a cluster. Each of four CTAs computes a part of the terms of a product of 64
 // tokens, and then adds up the partial sums of 16 tokens, in the order of the CTAs. A warp's

@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gate and up of small batches (small_batch_sm90.cu). W: the type of x and of the weights, bf16 or
-// e4m3 bytes, whose products are multiplied by the scales of their token and neuron. A row of a
-// stage is 128 bytes of either.
-#pragma once
-
-#include "twell/ops/ffn/few_tokens/small_batch_sums_sm90.cuh"
+// Gate and up of small batches (small_batch_sm90.cu). A cluster of four CTAs computes the gate of
+// up to 192 neurons and h of the active ones. Each CTA has a quarter of the width and keeps its
+// slice of x in shared memory for both products; tokens are the 64-row operand of WGMMA.
+//   gate: TMA loads rows of the first weight into a ring buffer; partial sums go to the CTA that
+//         owns their tokens; the set of active neurons goes to all four CTAs
+//   up:   slices of active rows of w_up are gathered into the same ring buffer; partial sums as
+//         before; h = gate * up
+// Rows of w_down of active neurons are prefetched into the L2 for the next kernel. Each launch runs
+// its code once, so instruction fetches matter: loops are unrolled only where it pays.
+//
+// x and the weights are in bf16 or in e4m3, whose products are multiplied by the scales of their
+// token and neuron. A row of a stage is 128 bytes of either.
+#include "twell/ops/ffn/few_tokens/small_batch_sm90.cuh"
 
 namespace twell::few_token {
-
-namespace gate_up {
 namespace {
 
-// Shared memory of a CTA of gate_up.
+// Shared memory of a CTA.
 
 constexpr int kRowBytes = 128;          // of a stage
 constexpr int kHalf = kMaxNeurons / 2;  // neurons per stage of the gate's ring buffer
@@ -797,9 +802,10 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(160)
   Kernel<W>(params, shared, memory).run();
 }
 
-// Number of clusters that fit into the device at one time.
+}  // namespace
+
 template <typename W>
-cudaError_t count_clusters(int* clusters) {
+cudaError_t prepare_gate_up(int* clusters) {
   const cudaError_t status = allow_shared_memory(gate_up_sm90_kernel<W>, kBytes);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
@@ -815,12 +821,14 @@ cudaError_t count_clusters(int* clusters) {
 }
 
 template <typename W>
-cudaError_t launch(const SplitGateUp<W>& params, int clusters, cudaStream_t stream) {
+cudaError_t launch_gate_up(const SplitGateUp<W>& params, int clusters, cudaStream_t stream) {
   return launch_dependent(gate_up_sm90_kernel<W>, dim3(clusters * kSplit), kThreads, kBytes, stream,
                           params);
 }
 
-}  // namespace
-}  // namespace gate_up
+template cudaError_t prepare_gate_up<__nv_bfloat16>(int*);
+template cudaError_t prepare_gate_up<uint8_t>(int*);
+template cudaError_t launch_gate_up(const SplitGateUp<__nv_bfloat16>&, int, cudaStream_t);
+template cudaError_t launch_gate_up(const SplitGateUp<uint8_t>&, int, cudaStream_t);
 
 }  // namespace twell::few_token

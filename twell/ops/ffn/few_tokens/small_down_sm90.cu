@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The down projection of small batches (small_batch_sm90.cu). W: the type of w_down, bf16 or e4m3
-// bytes, which are widened to bf16 on their way to shared memory, because WGMMA takes no bytes
+// The down projection of small batches (small_batch_sm90.cu): y = h w_down over active neurons. A
+// cluster of four CTAs computes 64 columns of y: each CTA takes a quarter of the active neurons,
+// gathers 128 bytes of each one's row and its row of h into a ring buffer, and multiplies on WGMMA,
+// tokens as the 64-row operand; then each adds up 16 tokens.
+//
+// Weights in e4m3 are widened to bf16 on their way to shared memory, because WGMMA takes no bytes
 // whose rows are neurons, and multiply h in bf16; sums are multiplied by the scales of their
 // columns.
-#pragma once
-
 #include "twell/format/byte_rows.cuh"
-#include "twell/ops/ffn/few_tokens/small_batch_sums_sm90.cuh"
+#include "twell/ops/ffn/few_tokens/small_batch_sm90.cuh"
 
 namespace twell::few_token {
-
-namespace split_down {
 namespace {
 
 constexpr int kColumns = 64;
@@ -153,18 +153,34 @@ class Kernel {
     return known;
   }
 
-  __device__ __forceinline__ void gather(int base) {
+  // What a gathering thread loads of every 32nd neuron of a stage: a piece of eight columns of its
+  // row, and of eight tokens of its h.
+  struct Piece {
+    int row;         // the first of these neurons in a stage
+    uint32_t to;     // in the ring buffer; that of h is kOperand further
+    bool in_weight;  // the columns exist
+    const W* weight;
+    bool in_hidden;  // the tokens are written
+    const __nv_bfloat16* hidden;
+  };
+  __device__ __forceinline__ Piece piece_of_thread() const {
     const int me = static_cast<int>(threadIdx.x) - 128, row = me / 8, piece = me % 8;
-    const uint32_t to = ring_ + row * 128 + (piece ^ (row % 8)) * 16;
     const bool inside = column_ + piece * 8 < p_.width;
-    const __nv_bfloat16* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
-    const __nv_bfloat16* hidden = p_.hidden.h + piece * 8;
-    const int written = ceil_div(p_.tokens, 16) * 16;  // tokens of h that are written
+    return {row,
+            ring_ + row * 128 + (piece ^ (row % 8)) * 16,
+            inside,
+            p_.weight + (inside ? column_ + piece * 8 : 0),
+            piece * 8 < ceil_div(p_.tokens, 16) * 16,
+            p_.hidden.h + piece * 8};
+  }
+
+  __device__ __forceinline__ void gather(int base) {
+    const auto [row, to, in_weight, weight, in_hidden, hidden] = piece_of_thread();
     const auto ask_weight = [&](uint32_t at, int64_t neuron, bool valid) {
-      gather16(at, weight + neuron * p_.width, valid && inside);
+      gather16(at, weight + neuron * p_.width, valid && in_weight);
     };
     const auto ask_hidden = [&](uint32_t at, int64_t neuron, bool valid) {
-      gather16(at + kOperand, hidden + neuron * kSplitTokens, valid && piece * 8 < written);
+      gather16(at + kOperand, hidden + neuron * kSplitTokens, valid && in_hidden);
     };
     const auto each_row = [&](int first, int stage, const auto& ask) {
 #pragma unroll
@@ -204,18 +220,13 @@ class Kernel {
   // The same for weights in e4m3: loaded into registers, a stage ahead, widened, and stored.
   __device__ __forceinline__ void gather_widened(int base) {
     constexpr int kOwn = kRows / (kGatherers / 8);  // rows of a stage that a thread loads
-    const int me = static_cast<int>(threadIdx.x) - 128, row = me / 8, piece = me % 8;
-    const uint32_t to = ring_ + row * 128 + (piece ^ (row % 8)) * 16;
-    const bool inside = column_ + piece * 8 < p_.width;
-    const W* weight = p_.weight + (inside ? column_ + piece * 8 : 0);
-    const __nv_bfloat16* hidden = p_.hidden.h + piece * 8;
-    const int written = ceil_div(p_.tokens, 16) * 16;  // tokens of h that are written
+    const auto [row, to, in_weight, weight, in_hidden, hidden] = piece_of_thread();
     const auto load = [&](int first, uint2(&values)[kOwn]) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const int at = first + i * (kGatherers / 8) + row;
         values[i] = uint2{};
-        if (at < count_ && inside) {
+        if (at < count_ && in_weight) {
           values[i] = __ldg(reinterpret_cast<const uint2*>(
               weight + (int64_t{base} + shared_.list[at]) * p_.width));
         }
@@ -241,7 +252,7 @@ class Kernel {
         const bool valid = at < count_;
         const int64_t neuron = valid ? base + shared_.list[at] : 0;
         gather16(place + i * (kGatherers / 8) * 128, hidden + neuron * kSplitTokens,
-                 valid && piece * 8 < written);
+                 valid && in_hidden);
       }
       gather_arrive(smem_address(shared_.full + stage));
     };
@@ -349,14 +360,23 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
   Kernel<W>(problem, shared, memory).run();
 }
 
+}  // namespace
+
 template <typename W>
-cudaError_t launch(const DownOf<W>& problem, cudaStream_t stream) {
+cudaError_t prepare_split_down() {
+  return allow_shared_memory(split_down_sm90_kernel<W>, kBytes);
+}
+
+template <typename W>
+cudaError_t launch_split_down(const DownOf<W>& problem, cudaStream_t stream) {
   return launch_dependent(split_down_sm90_kernel<W>,
                           dim3(ceil_div(problem.width, kColumns) * kSplit), kThreads, kBytes,
                           stream, problem);
 }
 
-}  // namespace
-}  // namespace split_down
+template cudaError_t prepare_split_down<__nv_bfloat16>();
+template cudaError_t prepare_split_down<uint8_t>();
+template cudaError_t launch_split_down(const DownOf<__nv_bfloat16>&, cudaStream_t);
+template cudaError_t launch_split_down(const DownOf<uint8_t>&, cudaStream_t);
 
 }  // namespace twell::few_token
