@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The hybrid execution of the feed-forward layer in training on the GPU: kernels on tiles of
-// tokens, kernels on tiles of neurons, the memory they work in, and the order in which they run.
+// The hybrid execution of the feed-forward layer in training on the GPU: the memory in which its
+// kernels work, and the order in which they run: elementwise ones on tiles of tokens
+// (hybrid_keep.cu), those of tiles of neurons (hybrid_neurons.cu), and products.
 // Neurons and tokens have a fixed order everywhere, so that sums repeat bit for bit. All pointers
 // of kernels are device memory.
 //
@@ -16,15 +17,12 @@
 #include "twell/base/rounding.h"
 #include "twell/format/activity_cuda.h"
 #include "twell/gpu/launch.cuh"
-#include "twell/gpu/scan.cuh"
 #include "twell/gpu/sm90/tensor_map.h"
 #include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 #include "twell/ops/ffn/tile_union/tile_union_kernels.h"
 #include "twell/ops/ffn_train/ffn_train_parts.cuh"
-#include "twell/ops/ffn_train/hybrid_chunk.cuh"
-#include "twell/ops/ffn_train/hybrid_keep.cuh"
-#include "twell/ops/ffn_train/hybrid_neurons.cuh"
+#include "twell/ops/ffn_train/hybrid_kernels.cuh"
 
 namespace twell::ffn_train {
 namespace {

@@ -1,20 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiles of neurons of hybrid training (hybrid.cu): rank, neuron_unions, transpose.
-#pragma once
-
-#include "twell/ops/ffn_train/hybrid_chunk.cuh"
-#include "twell/ops/ffn_train/hybrid_keep.cuh"
+#include "twell/ops/ffn_train/hybrid_kernels.cuh"
 
 namespace twell::ffn_train {
 namespace {
-
-struct Transpose {
-  Tiles tiles;
-  Kept kept;
-  const uint4* masks;              // those of expand
-  const __nv_bfloat16* images[3];  // by product, images on the token tiles
-  NeuronTiles neurons;
-};
 
 // Blocks of a tile of neurons.
 __device__ __forceinline__ int tile_blocks(const NeuronTiles& neurons, int tile) {
@@ -404,6 +393,8 @@ cudaError_t launch_transpose_of(const Transpose& transpose, int ctas, cudaStream
                                sizeof(TransposeShared), stream, transpose);
 }
 
+}  // namespace
+
 cudaError_t launch_rank_neurons(const NeuronTiles& neurons, cudaStream_t stream) {
   return gpu::launch_dependent(rank_neurons_kernel, dim3(1), kRankThreads, 0, stream, neurons);
 }
@@ -419,5 +410,4 @@ cudaError_t launch_transpose(const Transpose& transpose, int ctas, cudaStream_t 
                                          : launch_transpose_of<2>(transpose, ctas, stream);
 }
 
-}  // namespace
 }  // namespace twell::ffn_train

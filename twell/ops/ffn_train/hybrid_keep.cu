@@ -1,40 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // keep and expand of hybrid training (hybrid.cu): elementwise, on tiles of tokens.
-#pragma once
-
-#include "twell/ops/ffn_train/hybrid_chunk.cuh"
+#include "twell/ops/ffn_train/hybrid_kernels.cuh"
 
 namespace twell::ffn_train {
 namespace {
 
 // A CTA handles one block of 128 tokens by 64 neurons at a time: first in pieces of eight neurons,
 // which have the same order in all images, then with 32 tokens of one neuron per thread.
-
-// keep: h = f(g) * u in place of g; keeps g and u of active pairs; counts.
-struct Keep {
-  Tiles tiles;             // activations: image of g in, of h out
-  const __nv_bfloat16* u;  // image, or null: no gate
-  Kept kept;
-  double* l1_parts;            // [blocks]
-  FfnTrainCountsCuda* counts;  // added to, or null
-  uint8_t* active;             // [F], or null
-  bool squared;                // relu2: f(g) = g^2
-  bool up_relu;                // dReLU
-};
-
-// expand: from d_h and what was kept, d_g, d_u and h as images on the unions, exactly 0 where a
-// neuron is not active. Where the chunk overflowed, g and u come from images instead.
-struct Expand {
-  Tiles tiles;         // activations: image of h out; of g in, where the chunk overflowed
-  __nv_bfloat16* d_u;  // image out, null without a gate; of u in, where the chunk overflowed
-  __nv_bfloat16* d_g;  // image out; of d_h in
-  Kept kept;
-  uint4* masks;           // [blocks, kBlock] written where the chunk overflowed
-  int32_t* neuron_nnz;    // [F] added to
-  const float* l1_scale;  // one value
-  bool squared;           // relu2
-  bool up_relu;           // dReLU
-};
 
 constexpr int kThreads = 256;
 constexpr int kCtasPerMultiprocessor = 5;
@@ -284,6 +256,8 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas) expand_kernel(Expand exp
   }
 }
 
+}  // namespace
+
 cudaError_t launch_keep(const Keep& keep, int ctas, cudaStream_t stream) {
   return gpu::launch_dependent(keep_kernel, dim3(ctas * kCtasPerMultiprocessor), kThreads, 0,
                                stream, keep);
@@ -294,5 +268,4 @@ cudaError_t launch_expand(const Expand& expand, int ctas, cudaStream_t stream) {
                                stream, expand);
 }
 
-}  // namespace
 }  // namespace twell::ffn_train
