@@ -7,14 +7,29 @@
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <fstream>
+#include <functional>
 #include <stdexcept>
 
 #include "twell/base/error.h"
+
+namespace {
+
+// Told of what a program syncs to the disk.
+std::function<void(const std::filesystem::path&)> on_fsync;
+
+}  // namespace
+
+// In the place of the C library's.
+extern "C" int fsync(int fd) {
+  if (on_fsync) on_fsync(std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd)));
+  return static_cast<int>(::syscall(SYS_fsync, fd));
+}
 
 namespace twell {
 namespace {
@@ -157,6 +172,31 @@ TEST_F(File, AnAbandonedWriteLeavesTheOldFile) {
   }
   EXPECT_EQ(read_file(path), "old");
   EXPECT_THAT(names(), ElementsAre("a.txt"));
+}
+
+// What a power cut may not take: the bytes before they get their name, then the name.
+TEST_F(File, BytesAreOnTheDiskBeforeTheirName) {
+  const fs::path folder = fs::canonical(folder_);
+  std::vector<std::string> synced;
+  const auto synced_by = [&](const auto& write, const fs::path& target) {
+    synced.clear();
+    on_fsync = [&](const fs::path& path) {
+      std::string name = path == folder ? "." : fs::relative(path, folder).string();
+      if (const size_t at = name.find(".tmp."); at != std::string::npos) name.resize(at + 4);
+      synced.push_back(name + (fs::exists(target) ? " named" : ""));
+    };
+    write();
+    on_fsync = nullptr;
+    return synced;
+  };
+  EXPECT_THAT(synced_by([&] { write_file_atomic(folder / "a", "1"); }, folder / "a"),
+              ElementsAre(".a.tmp", ". named"));
+  const auto fill = [](const fs::path& in) { put(in / "b", "2"); };
+  EXPECT_THAT(synced_by([&] { write_folder_atomic(folder / "f", fill); }, folder / "f" / "b"),
+              ElementsAre(".f.tmp", ". named"));
+  fs::remove(folder / "f" / "b");
+  EXPECT_THAT(synced_by([&] { write_folder_atomic(folder / "f", fill); }, folder / "f" / "b"),
+              ElementsAre(".f.tmp", ". named"));
 }
 
 TEST_F(File, AFullDiskLeavesTheOldFile) {
