@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <map>
 
 #include "twell/base/cuda_gtest.h"
@@ -26,6 +27,17 @@ int64_t free_bytes() {
   size_t free = 0, total = 0;
   TWELL_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   return static_cast<int64_t>(free);
+}
+
+// Whether `use` gives back what it takes of the GPU's memory. Other programs on the same GPU may
+// take or give back some meanwhile, but not every time; a leak is there every time.
+bool gives_its_memory_back(const std::function<void()>& use) {
+  for (int attempt = 0; attempt < 5; ++attempt) {
+    const int64_t before = free_bytes();
+    use();
+    if (free_bytes() == before) return true;
+  }
+  return false;
 }
 
 // Random letters; the byte tokenizer makes one token of each.
@@ -447,16 +459,15 @@ TEST_F(GenerateCudaTest, SessionsGiveTheirMemoryBack) {
         [](size_t i) { return GenerateOptions{.max_tokens = static_cast<int64_t>(3 + i % 5)}; });
   };
   use(16);  // kernels, library handles and plans are loaded once and stay allocated
-  const int64_t before = free_bytes();
-  for (int round = 0; round < 4; ++round) use(16);
-  EXPECT_EQ(free_bytes(), before);
+  EXPECT_TRUE(gives_its_memory_back([&] {
+    for (int round = 0; round < 4; ++round) use(16);
+  }));
   // A session whose construction fails must not leak either.
-  EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
-  {
+  EXPECT_TRUE(gives_its_memory_back([&] {
+    EXPECT_THROW(SessionCuda(*ctx_, *device_model_, {.slots = int64_t{1} << 32}), InputError);
     SessionCuda session(*ctx_, *device_model_, {.slots = 1, .capacity = 64});
     EXPECT_THROW(session.append(0, random_ids(65, kVocab, 1)), InputError);
-  }
-  EXPECT_EQ(free_bytes(), before);
+  }));
 }
 
 TEST_F(GenerateCudaTest, WhatDoesNotFitIsRefusedBeforeTheWeightsAreLoaded) {
@@ -471,15 +482,15 @@ TEST_F(GenerateCudaTest, WhatDoesNotFitIsRefusedBeforeTheWeightsAreLoaded) {
           .tokens = int64_t{1} << 32, .sequences = 1, .length = kContext, .cache_tokens = 0}};
   for (const EnginePlan& plan : {session, scorer}) {
     EXPECT_NE(EngineCuda::cannot_run(model_->config, plan), "");
-    const int64_t before = free_bytes();
-    try {
-      const EngineCuda engine(folder.path(), plan);
-      FAIL() << "a plan of terabytes was accepted";
-    } catch (const InputError& error) {
-      EXPECT_NE(std::string(error.what()).find("GiB of GPU memory"), std::string::npos)
-          << error.what();
-    }
-    EXPECT_EQ(free_bytes(), before);
+    EXPECT_TRUE(gives_its_memory_back([&] {
+      try {
+        const EngineCuda engine(folder.path(), plan);
+        ADD_FAILURE() << "a plan of terabytes was accepted";
+      } catch (const InputError& error) {
+        EXPECT_NE(std::string(error.what()).find("GiB of GPU memory"), std::string::npos)
+            << error.what();
+      }
+    }));
   }
 }
 
