@@ -6,6 +6,7 @@
 
 #include <fstream>
 #include <numeric>
+#include <set>
 
 #include "twell/base/error.h"
 #include "twell/base/test_folder.h"
@@ -186,6 +187,43 @@ TEST_F(ChatDataTest, PacksWholeConversationsEachOnce) {
   ChatDataOptions other = written(lines);
   other.validation_fraction = 0.1;
   EXPECT_NE(read(other)->identity(), data->identity());
+}
+
+// Copies of a conversation are on one side, however few the validation should have.
+TEST_F(ChatDataTest, CopiesStayTogether) {
+  std::vector<std::string> lines;
+  for (int i = 0; i < 30; ++i) {
+    lines.push_back(question_and_answer("one?", "a" + std::to_string(i % 3)));
+  }
+  ChatDataOptions options = written(lines);
+  options.validation_fraction = 0.1;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    options.seed = seed;
+    const auto data = read(options);
+    EXPECT_THAT(data->counts().conversations, ElementsAre(20, 10));
+    std::set<std::string> held_out;
+    for (const Document& document : documents(*data, Split::kValidation)) {
+      if (!document.learned.empty()) held_out.insert(document.learned);
+    }
+    EXPECT_EQ(held_out.size(), 1u);
+    for (const Document& document : documents(*data, Split::kTrain)) {
+      EXPECT_FALSE(held_out.contains(document.learned));
+    }
+  }
+}
+
+// More lines than are read at once.
+TEST_F(ChatDataTest, EveryLineIsReadOnce) {
+  std::vector<std::string> lines;
+  for (int i = 0; i < 4100; ++i) {
+    lines.push_back(i == 4099 ? "{" : question_and_answer("q", std::to_string(i)));
+  }
+  ChatDataOptions options = written(lines);
+  EXPECT_THAT(fault(options), HasSubstr("talks.jsonl: line 4100"));
+  options.skip_bad_lines = true;
+  const auto data = read(options);
+  EXPECT_EQ(data->counts().conversations[0] + data->counts().conversations[1], 4099);
+  EXPECT_EQ(data->counts().skipped, 1);
 }
 
 TEST_F(ChatDataTest, LongConversationsAreCutOrLeftOut) {

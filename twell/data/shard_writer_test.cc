@@ -163,7 +163,14 @@ TEST_F(ShardWriting, GoesOnWhereItWasInterrupted) {
   folder_.write("shards.partial/parts/00010.json", "{\"cut");
   TokenizeOptions other_threads = kSmallParts;
   other_threads.threads = 3;
+  TokenizeProgress last;
+  other_threads.progress = [&](const TokenizeProgress& now) { last = now; };
   ASSERT_EQ(write("shards", other_threads), "");
+  EXPECT_GT(last.kept_bytes, 0);
+  EXPECT_EQ(last.bytes_read, last.total_bytes);
+  EXPECT_EQ(last.parts_finished, last.parts);
+  EXPECT_EQ(last.tokens, std::ssize(ids("shards", Split::kTrain)) +
+                             std::ssize(ids("shards", Split::kValidation)));
   EXPECT_LT(encoded_, texts - 400);
   EXPECT_LT(begun + encoded_, texts + 300);  // up to a part was made again each time
   EXPECT_EQ(shards("shards"), shards("whole"));
@@ -199,12 +206,14 @@ TEST_F(ShardWriting, AlteredPartsAreRefused) {
   TokenEncoder interrupted = encoder();
   interrupted.token_bytes = [](int32_t) -> int64_t { throw Error("killed"); };
   EXPECT_EQ(write_with(interrupted), "killed");
-  for (const auto& [file, bytes] : shards("shards.partial")) {
-    if (!file.ends_with(".bin")) continue;
-    folder_.write("shards.partial/" + file, std::string(bytes.size(), '\xff'));
+  for (const char byte : {'\xff', '\x01'}) {  // ids of 65535, and of 257
+    for (const auto& [file, bytes] : shards("shards.partial")) {
+      if (!file.ends_with(".bin")) continue;
+      folder_.write("shards.partial/" + file, std::string(bytes.size(), byte));
+    }
+    EXPECT_THAT(write_with(encoder()),
+                AllOf(HasSubstr("outside the vocabulary of 257"), HasSubstr("to begin again")));
   }
-  EXPECT_THAT(write_with(encoder()),
-              AllOf(HasSubstr("outside the vocabulary of 257"), HasSubstr("to begin again")));
 }
 
 TEST_F(ShardWriting, NothingIsKeptOfNoFinishedPart) {
@@ -291,6 +300,14 @@ TEST_F(ShardWriting, MakesPartsWithGapsAgainWhereGapsAreFaults) {
               AllOf(HasSubstr("1.jsonl"), HasSubstr("line 21: not valid JSON")));
   EXPECT_EQ(write("shards", kSmallParts, 0, BadFile::kSkip), "");
   EXPECT_EQ(skipped_, (TextSkips{.rows = 1}));
+}
+
+TEST_F(ShardWriting, MakesPartsOfBadFilesAgainWhereTheyAreFaults) {
+  folder_.write("data/1a.jsonl.gz", "no gzip");
+  EXPECT_EQ(write("shards", kSmallParts, 250, BadFile::kSkip), "killed");
+  EXPECT_THAT(write("shards", kSmallParts), HasSubstr("1a.jsonl.gz"));
+  EXPECT_EQ(write("shards", kSmallParts, 0, BadFile::kSkip), "");
+  EXPECT_EQ(skipped_, (TextSkips{.files = 1}));
 }
 
 TEST_F(ShardWriting, TwoProcessesDoNotMakeTheSameShards) {

@@ -409,6 +409,9 @@ TEST_F(Shards, RefuseDamagedFolders) {
   altered[11] = '\x7F';  // the high byte of an id
   folder_.write("shards/train-00000-001.bin", altered);
   EXPECT_THROW(ids(open(), Split::kTrain), InputError);
+  altered.replace(10, 2, "\x01\x01");  // the vocabulary's size, little-endian
+  folder_.write("shards/train-00000-001.bin", altered);
+  EXPECT_THROW(ids(open(), Split::kTrain), InputError);
 }
 
 TEST_F(Shards, RefuseAlteredManifests) {

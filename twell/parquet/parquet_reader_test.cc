@@ -3,6 +3,7 @@
 // features, and damaged files.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <zlib.h>
 #include <zstd.h>
 
 #include <filesystem>
@@ -198,18 +199,18 @@ Field list(int id, const std::vector<std::string>& structures) {
 }
 
 // A file with a required column of `type` whose chunk holds only a dictionary: `values` values in
-// `bytes` zeros.
-std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int64_t entries) {
-  const std::string zeros(static_cast<size_t>(bytes), '\0');
-  std::string packed(ZSTD_compressBound(zeros.size()), '\0');
-  packed.resize(ZSTD_compress(packed.data(), packed.size(), zeros.data(), zeros.size(), 1));
+// `bytes` bytes that `codec` has packed.
+std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int64_t entries,
+                               int64_t codec, const std::string& packed,
+                               int64_t dictionary_offset = 0) {
   const std::string page =
       structure({number(1, 2), number(2, bytes), number(3, static_cast<int64_t>(packed.size())),
                  nested(7, {number(1, values), number(2, 0)})}) +
       packed;
   const std::string chunk =
-      structure({nested(3, {number(1, type), number(4, 6), number(5, entries),
-                            number(7, static_cast<int64_t>(page.size())), number(9, 4)})});
+      structure({nested(3, {number(1, type), number(4, codec), number(5, entries),
+                            number(7, static_cast<int64_t>(page.size())), number(9, 4),
+                            number(11, dictionary_offset)})});
   const std::string metadata = structure(
       {list(2, {structure({binary(4, "root"), number(5, 1)}),
                 structure({number(1, type), number(3, 0), binary(4, "a"), number(6, 0)})}),
@@ -218,6 +219,14 @@ std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int6
   for (int i = 0; i < 4; ++i)
     size[static_cast<size_t>(i)] = static_cast<char>(metadata.size() >> 8 * i);
   return "PAR1" + page + metadata + size + "PAR1";
+}
+
+// Of zeros.
+std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int64_t entries) {
+  const std::string zeros(static_cast<size_t>(bytes), '\0');
+  std::string packed(ZSTD_compressBound(zeros.size()), '\0');
+  packed.resize(ZSTD_compress(packed.data(), packed.size(), zeros.data(), zeros.size(), 1));
+  return file_of_dictionary(type, values, bytes, entries, 6, packed);
 }
 
 TEST(ParquetReader, DictionariesAreBoundedByTheirBytes) {
@@ -230,6 +239,40 @@ TEST(ParquetReader, DictionariesAreBoundedByTheirBytes) {
   EXPECT_THAT(fault(file_of_dictionary(kParquetInt64, 10, 40, 10)), HasSubstr("values end early"));
   EXPECT_THAT(fault(file_of_dictionary(kParquetByteArray, 10, 39, 10)),
               HasSubstr("a dictionary of 10 values in 39 bytes"));
+}
+
+// As hadoop's writers make them.
+TEST(ParquetReader, GzipPagesMayHaveSeveralMembers) {
+  const auto gzip = [](std::string bytes) {
+    std::string packed(200, '\0');
+    z_stream stream{};
+    EXPECT_EQ(deflateInit2(&stream, 6, Z_DEFLATED, 15 + 16, 8, Z_DEFAULT_STRATEGY), Z_OK);
+    stream.next_in = reinterpret_cast<Bytef*>(bytes.data());
+    stream.avail_in = static_cast<uInt>(bytes.size());
+    stream.next_out = reinterpret_cast<Bytef*>(packed.data());
+    stream.avail_out = static_cast<uInt>(packed.size());
+    EXPECT_EQ(deflate(&stream, Z_FINISH), Z_STREAM_END);
+    packed.resize(packed.size() - stream.avail_out);
+    deflateEnd(&stream);
+    return packed;
+  };
+  const auto file_of = [](const std::string& packed) {
+    return file_of_dictionary(kParquetByteArray, 10, 40, 10, 2, packed);
+  };
+  EXPECT_THAT(fault(file_of(gzip(std::string(40, '\0')))), HasSubstr("10 values are missing"));
+  const std::string two = gzip(std::string(24, '\0')) + gzip(std::string(15, '\0'));
+  EXPECT_THAT(fault(file_of(two + gzip(std::string(1, '\0')))), HasSubstr("10 values are missing"));
+  EXPECT_THAT(fault(file_of(two)), HasSubstr("do not decompress to 40"));
+}
+
+// A place of the dictionary that is not in front of the data is none.
+TEST(ParquetReader, ColumnsBeginWithTheirFirstPage) {
+  const std::string zeros(40, '\0');
+  for (const int64_t offset : {-1, 0, 4, 5, 1 << 20}) {
+    EXPECT_THAT(fault(file_of_dictionary(kParquetByteArray, 10, 40, 10, 0, zeros, offset)),
+                HasSubstr("10 values are missing"))
+        << offset;
+  }
 }
 
 // Row groups of no rows, whose columns may have no pages and any offsets.
