@@ -11,7 +11,7 @@
 namespace twell {
 namespace {
 
-constexpr int kHopper = 90;
+constexpr int kTestedCapability = 90;  // H100 and H200
 
 template <typename Takes>
 std::vector<std::string> names_of(const GpuReport& report, const Takes& takes) {
@@ -20,7 +20,7 @@ std::vector<std::string> names_of(const GpuReport& report, const Takes& takes) {
   for (const GpuFfnExecution& execution : gpu_ffn_registry()) {
     const GpuFfnLimits& limits = execution.limits;
     if (capability >= limits.least_capability && capability <= limits.most_capability &&
-        takes(execution, capability == kHopper)) {
+        takes(execution, capability == kTestedCapability)) {
       names.emplace_back(execution.name);
     }
   }
@@ -62,7 +62,7 @@ std::vector<std::string> gpu_report_lines(const GpuReport& report) {
   }
   lines.push_back(fmt::format("feed-forward layers: {}; by name alone {}",
                               fmt::join(automatic, ", "), fmt::join(by_name, ", ")));
-  lines.push_back(report.compute_capability == kHopper
+  lines.push_back(report.compute_capability == kTestedCapability
                       ? "training: dense and hybrid"
                       : "training: dense. No GPU of this kind has run TwELL's tests yet");
   return lines;
