@@ -85,6 +85,11 @@ fi
 
 step "release build: the command line, tests of vector code and of GPU code"
 nice cmake --build --preset dev --target twell twell_release_tests
+if [[ -n $(find build/release/library -name '*.cu.o' -print -quit) ]]; then
+  step "kernels keep their values in registers"
+  # Exit status 2: no cuobjdump.
+  python3 scripts/check_spills.py build/release || [[ $? == 2 ]]
+fi
 
 if [[ $quick == 0 ]]; then
   step "CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer"

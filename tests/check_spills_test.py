@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """scripts/check_spills.py reads cuobjdump's report: names, architectures, the most of a kernel's
-instances, what is allowed and what needs not be."""
+instances, what is allowed and what needs not be; and misses no source."""
 
 import pathlib
 import sys
+import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "scripts"))
@@ -25,14 +26,20 @@ Resource usage:
   REG:64 STACK:{second} SHARED:22192 LOCAL:0 CONSTANT[0]:784 TEXTURE:0 SURFACE:0 SAMPLER:0
  Function _Z12plain_kernelPi:
   REG:8 STACK:0 SHARED:0 LOCAL:{local} CONSTANT[0]:784 TEXTURE:0 SURFACE:0 SAMPLER:0
+
+Fatbin elf code:
+================
+arch = sm_80
+ Function _Z12plain_kernelPi:
+  REG:8 STACK:{older} SHARED:0 LOCAL:0 CONSTANT[0]:784 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
 
 
-def errors(first=0, second=0, local=0, allowed=None):
-    check_spills.ALLOWED = allowed or {}
-    text = REPORT.format(first=first, second=second, local=local)
+def errors(first=0, second=0, local=0, older=0, allowed=None):
+    check_spills.ALLOWED = {name: (most, "a reason") for name, most in (allowed or {}).items()}
+    text = REPORT.format(first=first, second=second, local=local, older=older)
     wrong, count = check_spills.check([("unions.cu", text)])
-    assert count == 3
+    assert count == 4
     return wrong
 
 
@@ -51,13 +58,40 @@ class CheckSpills(unittest.TestCase):
         self.assertIn("plain_kernel keeps 4 bytes", line)
 
     def test_what_is_allowed_passes_and_not_a_byte_more(self):
-        allowed = {"find_unions_kernel": (8, "a reason")}
+        allowed = {"find_unions_kernel": {"sm_90a": 8}}
         self.assertEqual(errors(first=8, second=4, allowed=allowed), [])
         self.assertEqual(len(errors(first=9, allowed=allowed)), 1)
 
+    def test_every_architecture_has_its_own_bound(self):
+        (line,) = errors(older=4)
+        self.assertIn("plain_kernel keeps 4 bytes per thread in local memory (sm_80)", line)
+        allowed = {"plain_kernel": {"sm_80": 4, "sm_90a": 8}}
+        self.assertEqual(errors(older=4, local=8, allowed=allowed), [])
+        (line,) = errors(older=5, local=8, allowed=allowed)
+        self.assertIn("sm_80), 4 are allowed", line)
+        # One that is not named may have as much as any that is.
+        self.assertEqual(errors(older=8, local=8, allowed={"plain_kernel": {"sm_90a": 8}}), [])
+
     def test_an_entry_without_need_fails(self):
-        (line,) = errors(allowed={"plain_kernel": (8, "a reason")})
-        self.assertIn("needs none", line)
+        (line,) = errors(allowed={"plain_kernel": {"sm_90a": 8}})
+        self.assertIn("8 bytes of local memory on sm_90a and needs none", line)
+        (line,) = errors(older=4, allowed={"plain_kernel": {"sm_80": 4, "sm_90a": 8, "sm_120": 8}})
+        self.assertIn("sm_90a", line)
+        self.assertEqual(errors(older=4, allowed={"plain_kernel": {"sm_80": 4, "sm_90a": 0}}), [])
+
+    def test_a_source_that_was_not_built_fails(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            for source in ("twell/ops/a/deep.cu", "twell/top.cu", "bench/b.cu", "tests/c.cu"):
+                (root / source).parent.mkdir(parents=True, exist_ok=True)
+                (root / source).touch()
+            build = root / "build"
+            built = [check_spills.source_of(build / path, build) for path in (
+                "library/CMakeFiles/twell_ops_a.dir/ops/a/deep.cu.o",
+                "bench/CMakeFiles/twell_bench.dir/b.cu.o")]
+            self.assertEqual(built, ["twell/ops/a/deep.cu", "bench/b.cu"])
+            (line,) = check_spills.missing(built, build, root)
+            self.assertTrue(line.startswith("twell/top.cu is not built"))
 
 
 if __name__ == "__main__":
