@@ -187,9 +187,10 @@ TEST(Sampler, DrawsWhatASortedVocabularyGives) {
       for (const SamplerOptions& options : all) {
         // Large vocabularies take long; each kind of logits has other options there.
         const auto other = static_cast<uint64_t>(&kind - kinds.data());
+        if (size > 500 && options.seed % 2 != other % 2) continue;
         if (size > 4'000 && options.seed % 5 != other % 5) continue;
         if (size > 20'000 && options.seed % 25 != other) continue;
-        for (uint64_t index = 0; index < 2; ++index) {
+        for (uint64_t index = 0; index < (size > 4'000 ? 1u : 2u); ++index) {
           const int32_t want = sample_of_sorted(logits, sorted, options, index);
           for (Context* const with : {static_cast<Context*>(nullptr), &ctx}) {
             const int32_t got = sample(logits, options, 0, index, {}, with);
