@@ -4,7 +4,7 @@
 namespace twell {
 namespace {
 
-constexpr int kBuilt[] = {TWELL_MACHINE_CODE};
+constexpr int kBuilt[] = {0, TWELL_MACHINE_CODE};  // none in a portable build of PTX alone
 
 // Compiled as all portable kernels are.
 __global__ void machine_code_kernel() {}
@@ -18,6 +18,6 @@ cudaError_t machine_code_cuda(GpuCode& code) {
   return status;
 }
 
-std::span<const int> built_machine_code() { return kBuilt; }
+std::span<const int> built_machine_code() { return std::span(kBuilt).subspan(1); }
 
 }  // namespace twell

@@ -19,7 +19,7 @@ void few_token_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&) {
 void row_stream_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&) {
   no_hopper_kernel("row stream");
 }
-void medium_batch_ffn_cuda(CudaContext&, const BatchFfnCuda&, MediumBatchWorkspace&) {
+void medium_batch_ffn_cuda(CudaContext&, const BatchFfnCuda&, const MediumBatchWorkspace&) {
   no_hopper_kernel("medium batch");
 }
 void screen_gemm_cuda(CudaContext&, const ScreenGemmCuda&) { no_hopper_kernel("screen GEMM"); }
