@@ -688,7 +688,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
                        ActivityCuda* activity) {
   extern __shared__ uint32_t scratch[];
   __shared__ Shared shared;
-#if __CUDA_ARCH__ < 900
+#if __CUDA_ARCH__ != 900
   if constexpr (kVariant != Variant::kCompact) return;  // those are for Hopper's kernels
 #endif
   if (gate.packed == nullptr) gpu::wait_for_previous_kernel();
