@@ -267,6 +267,30 @@ TEST_F(CheckpointTest, TiedHeadMayBeStoredWhenItIsEqual) {
   EXPECT_THAT(refusal(), HasSubstr("lm_head.weight differs from model.embed_tokens.weight"));
 }
 
+// Also in another dtype, and where it takes more than one piece of values.
+TEST_F(CheckpointTest, TiedHeadsOfTwoDtypesAreCompared) {
+  ModelConfig config = small_config();
+  config.vocab_size = 1500;  // 36,000 values
+  Model model = random_model(config, 1);
+  for (float& value : model.flat.span()) value = to_float(to_bf16(value));
+  save_model(model, folder_, DType::kF32);
+  auto tensors = read_tensors();
+  std::string half;
+  for (int64_t i = 0; i < 1500 * 24; ++i) {
+    const uint16_t bits = to_bf16(model.flat[i]).bits;
+    half.append(reinterpret_cast<const char*>(&bits), 2);
+  }
+  const auto refused = [&] {
+    tensors.insert_or_assign("lm_head.weight",
+                             raw_tensor("lm_head.weight", "BF16", {1500, 24}, half));
+    write_tensors(weights(), tensors);
+    return refusal();
+  };
+  EXPECT_EQ(refused(), "");
+  half[2 * 35'000] = static_cast<char>(half[2 * 35'000] ^ 1);
+  EXPECT_THAT(refused(), HasSubstr("lm_head.weight differs from model.embed_tokens.weight"));
+}
+
 TEST_F(CheckpointTest, OfTiedTensorsTheHeadAloneMayBeStored) {
   const Model model = random_model(small_config(), 1);
   save_model(model, folder_, DType::kF32);

@@ -137,6 +137,19 @@ TEST_F(ConvertTest, ToF32AndBackIsTheIdentityOnTheTensors) {
   EXPECT_EQ(contents(folder_ / "back")["config.json"], contents(in)["config.json"]);
 }
 
+TEST_F(ConvertTest, TheIndexCountsTheBytesOfQuantisedTensorsAndTheirScales) {
+  const fs::path out = folder_ / "bytes";
+  convert_checkpoint(golden("families/llama_linear"), out, {.weights = ByteType::kInt8});
+  int64_t size = 0;
+  for (const fs::directory_entry& entry : fs::directory_iterator(out)) {
+    if (entry.path().extension() != ".safetensors") continue;
+    const SafetensorsFile file(entry.path());
+    for (const auto& [name, info] : file.tensors()) size += std::ssize(info.bytes);
+  }
+  const json index = json::parse(read_file(out / "model.safetensors.index.json"));
+  EXPECT_EQ(index["metadata"]["total_size"], size);
+}
+
 TEST_F(ConvertTest, WhatALayoutCannotExpressIsRefused) {
   EXPECT_THAT(refusal(golden("families/llama3"), kToSparse),
               HasSubstr("the sparse layout is for models with relu, this one has silu"));

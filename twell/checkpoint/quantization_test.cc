@@ -6,8 +6,10 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <nlohmann/json.hpp>
 
+#include "twell/base/content_hash.h"
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/base/test_folder.h"
@@ -15,6 +17,7 @@
 #include "twell/checkpoint/config_json.h"
 #include "twell/checkpoint/convert.h"
 #include "twell/checkpoint/mapped_model.h"
+#include "twell/checkpoint/safetensors.h"
 #include "twell/model/forward.h"
 
 namespace twell {
@@ -273,6 +276,42 @@ TEST_F(QuantizedCheckpointTest, RefusesFilesThatDoNotMatchTheirConfiguration) {
                              folder_.path() / "unsaid" / kConfigFile);
   std::filesystem::copy_file(in / kWeightsFile, folder_.path() / "unsaid" / kWeightsFile);
   EXPECT_THAT(refused(folder_.path() / "unsaid"), HasSubstr("F8_E4M3"));
+}
+
+// NaN has two forms in e4m3; a scale is a finite number that is not negative.
+TEST_F(QuantizedCheckpointTest, RefusesDamagedBytesAndScalesByName) {
+  const std::string weight = "model.layers.1.mlp.down_proj.weight", scale = weight + "_scale";
+  const auto bits = [](float value) {
+    return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
+  const auto with = [&](ByteType type, const std::string& name, size_t at,
+                        const std::string& bytes) {
+    const std::filesystem::path in = converted(type), path = in / kWeightsFile;
+    std::string file = read_file(path);
+    {
+      const SafetensorsFile parsed(path);
+      at += static_cast<size_t>(parsed.tensor(name).bytes.data() - parsed.bytes().data());
+    }
+    file.replace(at, bytes.size(), bytes);
+    // Without its hash, so that the values themselves are looked at.
+    file[file.find(kContentHashKey)] = '_';
+    write_file_atomic(path, file);
+    const std::string reason = refused(in);
+    std::filesystem::remove_all(in);
+    return reason;
+  };
+  EXPECT_EQ(with(ByteType::kE4M3, weight, 5, "\x7e"), "");
+  for (const char* nan : {"\x7f", "\xff"}) {
+    EXPECT_THAT(with(ByteType::kE4M3, weight, 5, nan),
+                HasSubstr("tensor " + weight + " has the value NaN at 5"));
+  }
+  EXPECT_EQ(with(ByteType::kInt8, weight, 5, "\xff"), "");
+  for (const ByteType type : {ByteType::kE4M3, ByteType::kInt8}) {
+    for (const float bad : {-1.0f, std::numeric_limits<float>::infinity(), std::nanf("")}) {
+      EXPECT_THAT(with(type, scale, 4 * 7, bits(bad)),
+                  HasSubstr("tensor " + scale + " has the value"));
+    }
+  }
 }
 
 TEST_F(QuantizedCheckpointTest, RefusesNanAndInfiniteWeightsBeforeItWrites) {

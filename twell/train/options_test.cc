@@ -79,6 +79,56 @@ TEST(Options, RefusesWhatCannotBe) {
               HasSubstr("a warm-up of 20 steps and a decay of 90 do not fit a run of 100"));
 }
 
+// A run resumes with the options that decide its weights alone: each of them changes the text that
+// is compared.
+TEST(Options, TheTrajectoryHasEveryOptionThatDecidesWeights) {
+  using Change = std::function<void(TrainOptions&)>;
+  const auto changed = [](const TrainOptions& base, const Change& change) {
+    TrainOptions options = base;
+    change(options);
+    return trajectory_text(options) != trajectory_text(base);
+  };
+  TrainOptions wsd, relufied;
+  wsd.schedule = Schedule::kWsd;
+  relufied.relufy_from = Activation::kSilu;
+  const std::pair<TrainOptions, Change> cases[] = {
+      {{}, [](auto& o) { o.sequence_length = 8; }},
+      {{}, [](auto& o) { o.micro_batch += 1; }},
+      {{}, [](auto& o) { o.batch_tokens += 1; }},
+      {{}, [](auto& o) { o.document_mask = true; }},
+      {{}, [](auto& o) { o.learning_rate *= 2; }},
+      {{}, [](auto& o) { o.schedule = Schedule::kWsd; }},
+      {wsd, [](auto& o) { o.decay_fraction += 0.1; }},
+      {{}, [](auto& o) { o.min_lr_ratio += 0.1; }},
+      {{}, [](auto& o) { o.warmup_steps = 3; }},
+      {{}, [](auto& o) { o.beta1 -= 0.1; }},
+      {{}, [](auto& o) { o.beta2 -= 0.1; }},
+      {{}, [](auto& o) { o.eps *= 2; }},
+      {{}, [](auto& o) { o.weight_decay += 0.1; }},
+      {{}, [](auto& o) { o.clip_norm += 0.1; }},
+      {{}, [](auto& o) { o.l1_coeff += 0.1; }},
+      {{}, [](auto& o) { o.l1_reduction = L1Reduction::kMean; }},
+      {{}, [](auto& o) { o.l1_zero_steps = 3; }},
+      {{}, [](auto& o) { o.l1_ramp_steps = 3; }},
+      {{}, [](auto& o) { o.relufy_from = Activation::kSilu; }},
+      {relufied, [](auto& o) { o.relufy_from = Activation::kGelu; }},
+      {relufied, [](auto& o) { o.relufy_steps = 3; }},
+      {{}, [](auto& o) { o.distill = 0.5; }},
+      {{}, [](auto& o) { o.reinit_dead = true; }},
+      {{}, [](auto& o) { o.reinit_strength += 0.1; }},
+      {{}, [](auto& o) { o.reinit_std += 0.1; }},
+      {{}, [](auto& o) { o.ffn_policy = FfnTrainPolicy::kDense; }},
+      {{}, [](auto& o) { o.moment_dtype = DType::kBF16; }},
+      {{}, [](auto& o) { o.gradient_dtype = DType::kBF16; }},
+      {{}, [](auto& o) { o.seed += 1; }}};
+  for (const auto& [base, change] : cases) {
+    EXPECT_TRUE(changed(base, change)) << &base - &cases[0].first;
+  }
+  // The length of a run and what is saved of it may change.
+  EXPECT_FALSE(changed({}, [](auto& o) { o.steps += 1; }));
+  EXPECT_FALSE(changed({}, [](auto& o) { o.save_dtype = DType::kBF16; }));
+}
+
 TEST(Options, RecipesOfThePresets) {
   EXPECT_EQ(preset_train_options("0.5b").steps, 10'000);
   EXPECT_EQ(preset_train_options("1b").steps, 20'000);
