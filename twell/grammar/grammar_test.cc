@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -317,6 +318,49 @@ TEST_F(GrammarTest, TheCacheIsBounded) {
   }
 }
 
+// What was not used for longest goes first, and its bytes with it.
+TEST_F(GrammarTest, TheCacheForgetsTheOldestByItsBytes) {
+  const auto text = [](int i) {
+    return GrammarText{GrammarText::Kind::kEbnf, fmt::format("root ::= \"{}\" [0-9]*", i)};
+  };
+  const int64_t each = compiler_.compile(text(0)).bytes();
+  GrammarCompiler compiler(tokenizer_,
+                           {.end_tokens = {kEnd}, .most_cached_bytes = 3 * each + each / 2});
+  const auto is_kept = [&](int i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // another thread forgets
+    return compiler.order(text(i)).is_ready();
+  };
+  for (int i = 0; i < 5; ++i) compiler.compile(text(i));
+  for (int repeat = 0; repeat < 30; ++repeat) EXPECT_TRUE(is_kept(4));
+  bool kept = true;
+  for (int repeat = 0; repeat < 1000 && kept; ++repeat) {
+    for (int i = 1; i < 5; ++i) compiler.compile(text(i));
+    kept = is_kept(0);
+  }
+  EXPECT_FALSE(kept);
+}
+
+// A text that was left stays so until the token that left it is taken back.
+TEST_F(GrammarTest, TokensBehindTheOneThatDoesNotFitAreTakenBack) {
+  const Grammar grammar = compiler_.compile({GrammarText::Kind::kEbnf, R"(root ::= "ab")"});
+  const auto filter = grammar.filter(std::vector<int32_t>{kEnd});
+  const int32_t a = tokenizer_.find("a"), b = tokenizer_.find("b");
+  filter->accept(0, a);
+  const std::vector<uint32_t> behind_a = mask_of(*filter);
+  EXPECT_FALSE(mask_allows(behind_a, a));
+  filter->accept(1, a);
+  const std::vector<uint32_t> left = mask_of(*filter);
+  EXPECT_TRUE(mask_allows(left, a));
+  filter->accept(2, b);
+  filter->accept(3, b);
+  for (const uint64_t kept : {3u, 2u}) {
+    filter->rewind(kept);
+    EXPECT_EQ(mask_of(*filter), left) << kept;
+  }
+  filter->rewind(1);
+  EXPECT_EQ(mask_of(*filter), behind_a);
+}
+
 // Takes long to compile.
 std::string large_grammar() {
   std::string large = "root ::= ";
@@ -326,7 +370,7 @@ std::string large_grammar() {
 
 TEST_F(GrammarTest, AGrammarThatTakesTooLongIsGivenUp) {
   GrammarCompiler compiler(tokenizer_,
-                           {.end_tokens = {kEnd}, .most_time = std::chrono::milliseconds(1)});
+                           {.end_tokens = {kEnd}, .most_time = std::chrono::milliseconds(100)});
   EXPECT_THAT(refusal(compiler, GrammarText::Kind::kEbnf, large_grammar()),
               testing::HasSubstr("takes more than"));
 }
@@ -404,6 +448,14 @@ TEST(JsonSchema, KeywordsBesideEachOtherAreMerged) {
                        {"type": ["number", "string"], "exclusiveMaximum": 5}], "multipleOf": 2})",
          R"({"type": "integer", "minimum": 2, "maximum": 7, "exclusiveMaximum": 5,
              "multipleOf": 2})");
+  expect(
+      R"({"type": "integer", "allOf": [{"minimum": 2, "maximum": 7}, {"minimum": 3, "maximum": 5},
+                                          {"minimum": 1, "maximum": 9}]})",
+      R"({"type": "integer", "minimum": 3, "maximum": 5})");
+  expect(
+      R"({"type": "array", "allOf": [{"minItems": 2, "maxItems": 7}, {"minItems": 3, "maxItems": 5},
+                                        {"minItems": 1, "maxItems": 9}]})",
+      R"({"type": "array", "minItems": 3, "maxItems": 5, "items": true})");
   expect(R"({"allOf": [{"multipleOf": 4}, {"multipleOf": 6}], "type": "integer"})",
          R"({"type": "integer", "multipleOf": 12})");
   expect(
@@ -412,6 +464,10 @@ TEST(JsonSchema, KeywordsBesideEachOtherAreMerged) {
   expect(R"({"const": 3, "type": "number", "minimum": 3})", R"({"const": 3})");
   expect(R"({"enum": ["a", 1, null, 7], "type": ["integer", "null"], "maximum": 5})",
          R"({"enum": [1, null]})");
+  expect(R"({"enum": [1, 2, 3], "minimum": 2})", R"({"enum": [2, 3]})");
+  expect(R"({"enum": [1, 2, 3], "maximum": 2})", R"({"enum": [1, 2]})");
+  expect(R"({"enum": [1, 2, 3], "exclusiveMinimum": 2})", R"({"enum": [3]})");
+  expect(R"({"enum": [1, 2, 3], "exclusiveMaximum": 2})", R"({"enum": [1]})");
   expect(R"({"type": "object", "properties": {"a": {"type": "integer"}, "b": {}, "c": {}},
              "allOf": [{"required": ["a"]},
                        {"properties": {"a": {"minimum": 2}, "b": {"const": 1}},

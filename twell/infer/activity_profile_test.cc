@@ -157,6 +157,29 @@ TEST(ExpectedFfn, SparserIsFasterAndDenseIsOne) {
   EXPECT_LT(speedups[2], 3.0);
 }
 
+// Tokens of which some run dense and some sparse, in chunks as the layer takes them.
+TEST(ExpectedFfn, ChunksAddUp) {
+  Context ctx(2);
+  const auto model = test_model(ctx, kSmallVocab);
+  const auto costs = cpu_costs(ctx, model->config);
+  Pattern busy{.cols = 96, .row_begin = {0}, .column = {}}, light = busy;
+  for (int64_t m = 0; m < kFfnChunkTokens; ++m) {
+    for (uint32_t n = 0; n < 96; ++n) busy.column.push_back(n);
+    busy.row_begin.push_back(std::ssize(busy.column));
+    light.column.push_back(5);
+    light.row_begin.push_back(std::ssize(light.column));
+  }
+  Pattern both = busy;
+  append_rows(light, both);
+  ExpectedFfn sum = costs->together(busy);
+  sum += costs->together(light);
+  const ExpectedFfn got = costs->together(both);
+  EXPECT_EQ(got.runs, sum.runs);
+  EXPECT_EQ(got.runs.size(), 2u);
+  EXPECT_DOUBLE_EQ(got.cost, sum.cost);
+  EXPECT_DOUBLE_EQ(got.dense_cost, sum.dense_cost);
+}
+
 TEST(ExpectedFfn, OfAGpuIsWhatItsPlanPicks) {
   ModelConfig config = preset_config("0.5b");
   const auto costs = gpu_costs(config, {});

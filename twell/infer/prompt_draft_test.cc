@@ -77,5 +77,23 @@ TEST(DraftLength, WrongGuessesCostLittle) {
   }
 }
 
+// However much right guesses have gained before, little is lost once they are wrong.
+TEST(DraftLength, GainsDoNotPayForManyWrongGuesses) {
+  const auto cost = [](int64_t count) { return 0.3 * static_cast<double>(count); };
+  DraftLength length(16);
+  for (int step = 0; step < 200; ++step) {
+    const int64_t count = length.next(cost);
+    length.took(count, count, cost(count));
+  }
+  double lost = 0.0;
+  for (int token = 1; token <= 500; ++token) {
+    const int64_t count = length.next(cost);
+    length.took(count, 0, cost(count));
+    lost += cost(count);
+    ASSERT_LE(lost, 4.0 + 0.02 * token + 1e-9) << token;
+  }
+  EXPECT_GT(lost, 1.0);
+}
+
 }  // namespace
 }  // namespace twell

@@ -103,6 +103,15 @@ TEST(Sampler, BiasesAreAddedBehindPenalties) {
                   -2.0f);
 }
 
+// Tokens of a prompt or with a bias that the logits do not have.
+TEST(Sampler, TokensBehindTheLogitsAreOfNoInterest) {
+  const std::vector<SeenToken> seen = {{5, 1, 100.0f}, {6, SeenToken::kNowhere, 100.0f}};
+  for (const float temperature : {0.0f, 1.0f}) {
+    SamplerOptions options{.temperature = temperature, .presence_penalty = 1.0f};
+    EXPECT_EQ(sample(kLogits, options, 0, 0, seen), sample(kLogits, options, 0, 0));
+  }
+}
+
 TEST(Sampler, SameSeedSameChoices) {
   EXPECT_EQ(draw({.seed = 3}, 200), draw({.seed = 3}, 200));
   std::vector<int32_t> first, second;

@@ -477,6 +477,31 @@ TEST_F(SchedulerTest, PromptsAreNotStarvedByThoseThatGrow) {
   EXPECT_EQ(big.ids.size(), 1u);
 }
 
+// A prompt that loses its place while it is scored is scored again, and told of once.
+TEST_F(SchedulerTest, ScoresOfAPreemptedPromptAreThoseOfItsTokens) {
+  int64_t preemptions = 0;
+  for (int64_t blocks = 11; blocks <= 15; ++blocks) {
+    FakeSession session(2, 40, blocks, 4, 2);
+    Scheduler scheduler(session, tokenizer_);
+    TimedEvents oldest;
+    scheduler.submit(request(counting(1, 8), 30, oldest));
+    while (oldest.ids.size() < 3) scheduler.step();
+    std::vector<int32_t> scored;
+    GenerationRequest asked{.prompt = counting(100, 34), .max_tokens = 2};
+    asked.stop_at_end_of_text = false;
+    asked.prompt_log_probs = 0;
+    asked.on_event = [&](const GenerationEvent& event) {
+      for (const TokenLogProbs& one : event.prompt_log_probs) scored.push_back(one.token.id);
+    };
+    scheduler.submit(asked);
+    while (scheduler.step()) {
+    }
+    preemptions += scheduler.stats().preemptions;
+    EXPECT_EQ(scored, std::vector<int32_t>(asked.prompt.begin() + 1, asked.prompt.end())) << blocks;
+  }
+  EXPECT_GT(preemptions, 0);
+}
+
 TEST_F(SchedulerTest, TheYoungestIsPreemptedAndComesNext) {
   FakeSession session(3, 40, 10, 4, 64);
   Scheduler scheduler(session, tokenizer_);
