@@ -39,5 +39,40 @@ TEST(Metrics, HistogramsAreCumulativeAndLayersHaveLabels) {
   }
 }
 
+TEST(Metrics, EveryCountHasItsName) {
+  ServerMetrics metrics;
+  SchedulerStats& stats = metrics.scheduler;
+  stats.running = 11;
+  stats.waiting = 12;
+  stats.refused = 13;
+  stats.preemptions = 14;
+  stats.steps = 15;
+  stats.prompt_tokens = 16;
+  stats.cached_tokens = 17;
+  stats.tokens = 18;
+  stats.drafted = 19;
+  stats.accepted = 20;
+  for (size_t i = 0; i < stats.ended.size(); ++i) stats.ended[i] = 21 + static_cast<int64_t>(i);
+  stats.first_token_seconds = stats.between_tokens_seconds = stats.request_seconds =
+      Histogram({1.0});
+  stats.first_token_seconds.add(2.0);
+  stats.between_tokens_seconds.add(3.0);
+  stats.request_seconds.add(4.0);
+  const std::string text = metrics_text(metrics);
+  for (const char* line :
+       {"requests_running 11", "requests_waiting 12", "requests_refused_total 13",
+        "preemptions_total 14", "steps_total 15", "prompt_tokens_total 16",
+        "cached_tokens_total 17", "generated_tokens_total 18", "drafted_tokens_total 19",
+        "accepted_tokens_total 20", "time_to_first_token_seconds_sum 2",
+        "time_between_tokens_seconds_sum 3", "request_seconds_sum 4"}) {
+    EXPECT_THAT(text, HasSubstr(std::string("\ntwell_") + line + "\n"));
+  }
+  for (size_t i = 0; i < stats.ended.size(); ++i) {
+    EXPECT_THAT(text,
+                HasSubstr("{reason=\"" + std::string(stop_reason_name(static_cast<StopReason>(i))) +
+                          "\"} " + std::to_string(21 + i) + "\n"));
+  }
+}
+
 }  // namespace
 }  // namespace twell

@@ -69,6 +69,11 @@ TEST(OpenAi, CompletionFields) {
   EXPECT_EQ(options.sampler.top_k, 0);
   EXPECT_EQ(options.sampler.min_p, 0.1f);
   EXPECT_EQ(options.sampler.seed, std::numeric_limits<uint64_t>::max());
+  // Of the smallest share of the probability, only the most likely token is left.
+  const SamplerOptions least =
+      parse_completion(R"({"prompt": "a", "top_p": 0})", kMost).options.sampler;
+  EXPECT_EQ(least.temperature, 0.0f);
+  EXPECT_EQ(least.top_p, 1.0f);
   EXPECT_TRUE(options.seeded && options.stream && options.stream_usage);
   EXPECT_TRUE(options.ignore_end_of_text);
   EXPECT_EQ(options.stop, std::vector<std::string>{"end"});
@@ -322,6 +327,7 @@ TEST(OpenAi, ToolsAndTheirHistory) {
   const ChatRequest named =
       of(R"(, "tool_choice": {"type": "function", "function": {"name": "a"}})");
   EXPECT_EQ(named.calls.choice, ToolChoice::kRequired);
+  EXPECT_FALSE(named.calls.parallel);
   ASSERT_EQ(named.tools.size(), 1u);
   EXPECT_EQ(named.tools[0].name, "a");
   EXPECT_EQ(named.tools_json, request.tools_json);

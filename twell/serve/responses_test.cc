@@ -48,6 +48,14 @@ TEST(Responses, Fields) {
   const nlohmann::json settings = nlohmann::json::parse(request.settings_json);
   EXPECT_EQ(settings["metadata"]["k"], "v");
   EXPECT_EQ(settings["max_output_tokens"], 7);
+  // Log-probabilities are asked for by either field.
+  const auto log_probs = [](const char* fields) {
+    return request_of(std::string(R"("input": "a")") + fields).options.log_probs;
+  };
+  EXPECT_EQ(log_probs(""), std::nullopt);
+  EXPECT_EQ(log_probs(R"(, "top_logprobs": 0)"), std::nullopt);
+  EXPECT_EQ(log_probs(R"(, "top_logprobs": 2)"), 2);
+  EXPECT_EQ(log_probs(R"(, "include": ["message.output_text.logprobs"])"), 0);
 }
 
 // The schema stands in the format itself, in the client's order of keys.
@@ -139,6 +147,7 @@ TEST(Responses, ToolsAndTheirCallsAsInChats) {
   ASSERT_EQ(request.tools.size(), 1u);
   EXPECT_EQ(request.tools[0].name, "g");
   EXPECT_EQ(request.calls.choice, ToolChoice::kRequired);
+  EXPECT_FALSE(request.calls.parallel);
   const auto settings = nlohmann::json::parse(request.settings_json);
   EXPECT_EQ(settings["tools"][0]["name"], "f");
   EXPECT_EQ(settings["tool_choice"]["name"], "g");
@@ -186,6 +195,26 @@ TEST(Responses, EventsComeInTheirOrder) {
   EXPECT_EQ(response["incomplete_details"]["reason"], "max_output_tokens");
   EXPECT_EQ(response["usage"]["total_tokens"], 7);
   EXPECT_EQ(response["id"], "resp_1");
+}
+
+// Also the last tokens, whose bytes are no whole character.
+TEST(Responses, EveryTokenHasItsLogProbability) {
+  const Tokenizer tokenizer = byte_tokenizer();
+  const ToolCallReader reader(ToolForm::kHermes, {"f"}, 9);
+  const TokenLogProbs one{.token = {.id = 1}};
+  for (const ToolCallReader* tools : {static_cast<const ToolCallReader*>(nullptr), &reader}) {
+    ResponseFormat format(tokenizer, request_of(R"("input": "a", "top_logprobs": 1)"), "1", "m", 5,
+                          tools);
+    std::string all = format.next({.token = 1, .text = "a", .log_probs = one});
+    all += format.next({.token = 1, .log_probs = one});
+    all += format.next({.token = 1, .log_probs = one, .stop = StopReason::kMaxTokens});
+    size_t sent = 0;
+    for (const nlohmann::json& event : events_of(all).all) {
+      if (event["type"] == "response.output_text.delta") sent += event["logprobs"].size();
+    }
+    EXPECT_EQ(sent, 3u);
+    EXPECT_EQ(format.response()["output"][0]["content"][0]["logprobs"].size(), 3u);
+  }
 }
 
 // Text, two calls, of which one piece of the answer ends the first and begins the second, and text;

@@ -2,9 +2,10 @@
 // Calls of tools as models write them: the form that a checkpoint's template uses, reading calls
 // out of a text while it grows, and the grammar of texts that are calls.
 //
-//   Hermes, Qwen   <tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>, one after the
-//   other Llama 3        {"name": NAME, "parameters": {...}}, after <|python_tag|> or as the whole
-//   answer Mistral        [TOOL_CALLS][{"name": NAME, "arguments": {...}}, ...]
+//   - Hermes, Qwen: <tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>, one after the
+//     other
+//   - Llama 3: {"name": NAME, "parameters": {...}}, after <|python_tag|> or as the whole answer
+//   - Mistral: [TOOL_CALLS][{"name": NAME, "arguments": {...}}, ...]
 //
 // In: pieces of text, from an untrusted model. Out: text that is no call, and pieces of calls. Time
 // is linear in the text. What looks like a call but is none is text.

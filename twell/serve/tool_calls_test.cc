@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -126,6 +127,22 @@ TEST(ToolCalls, ArgumentsAreSentWhileTheyGrow) {
   EXPECT_EQ(found.pieces[0].arguments, "\": 1");
 }
 
+// Also those of the other choices of a request.
+TEST(ToolCalls, EveryCallHasAnIdOfItsOwn) {
+  for (const ToolForm form : {ToolForm::kHermes, ToolForm::kMistral}) {
+    const ToolCallIds ids(form);
+    std::set<std::string> all;
+    for (const size_t sequence : {0u, 1u, 2u, 127u}) {
+      for (int64_t call = 0; call < 3; ++call) {
+        const std::string id = ids.id(sequence, call);
+        EXPECT_TRUE(all.insert(id).second) << id;
+        EXPECT_EQ(id, ids.id(sequence, call));
+        EXPECT_EQ(id.size(), form == ToolForm::kMistral ? 9u : 29u);
+      }
+    }
+  }
+}
+
 TEST(ToolCalls, TheFormIsThatOfTheTemplate) {
   EXPECT_EQ(tool_form("{% for m in messages %}{{ m.content }}{% endfor %}"), std::nullopt);
   EXPECT_EQ(tool_form("{% if tools %}<tool_call>\n{\"name\": ...}\n</tool_call>{% endif %}"),
@@ -196,6 +213,13 @@ TEST(ToolCalls, TheirGrammarsGiveThem) {
   const GrammarText once = *tool_grammar(kHermes, {tools[0]}, {.parallel = false});
   EXPECT_TRUE(fits(once, "Hello " + a));
   EXPECT_FALSE(fits(once, a + a));
+  // Mistral's list has one call then, and ends with its bracket.
+  const GrammarText listed = *tool_grammar(kMistral, tools, {});
+  const std::string call = one("[TOOL_CALLS][{}", "g", "arguments", "{}");
+  EXPECT_TRUE(fits(listed, "See"));
+  EXPECT_TRUE(fits(listed, "See " + call + "]"));
+  EXPECT_FALSE(fits(listed, "See " + call));
+  EXPECT_FALSE(fits(listed, call + "] and"));
   EXPECT_THROW(tool_grammar(kHermes, {{"f", R"({"not": {}})", false}}, required), InputError);
   EXPECT_NO_THROW(tool_grammar(kHermes, {{"f", R"({"not": {}})", false}}, {}));
 }
