@@ -115,6 +115,14 @@ TEST_F(ChatRunTest, APackedStepIsThatOfEachConversationByItself) {
   EXPECT_NEAR(metrics.ce, loss, 1e-6 * loss);
   EXPECT_NEAR(metrics.grad_norm, norm, 1e-5 * norm);
   EXPECT_LT(step_targets, 192 / 2);  // the questions have none
+  for (int64_t step = 1; step <= 6; ++step) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < 2; ++i) {
+      batches.read(step, i, inputs, targets, documents);
+      count += std::ranges::count_if(targets, [](int32_t id) { return id >= 0; });
+    }
+    EXPECT_EQ(batches.step_targets(step), count) << step;
+  }
 }
 
 TEST_F(ChatRunTest, LearnsAndIsValidatedOnAnswersAlone) {

@@ -134,6 +134,11 @@ TEST_F(SparsifyTest, SideBySideMeasuresBoth) {
   EXPECT_NE(figures.original.ce, figures.sparse.ce);
   EXPECT_GT(figures.sparse.tokens_per_second, 0.0);
   EXPECT_EQ(side_by_side_json(figures)["original"]["active_per_token"], 48.0);
+  SideBySide known;
+  known.original = {.ce = 2.0, .tokens_per_second = 100.0};
+  known.sparse = {.ce = 3.0, .tokens_per_second = 150.0};
+  EXPECT_EQ(side_by_side_json(known)["ce_ratio"], 1.5);
+  EXPECT_EQ(side_by_side_json(known)["speedup"], 1.5);
 }
 
 }  // namespace
