@@ -12,7 +12,8 @@ namespace twell {
 // C = A B^T + beta * C: dot products of rows. a [M, K], b [N, K], c [M, N].
 void row_products(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta);
 
-// C = A B + beta * C: sums of the rows of B, added in their order. a [M, K], b [K, N], c [M, N].
+// C = A B + beta * C: sums of the rows of B, added in their order, and those of signed bytes in an
+// order that depends on K alone. a [M, K], b [K, N], c [M, N].
 void row_sums(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta);
 
 }  // namespace twell
