@@ -20,6 +20,9 @@
 
 #include "twell/gpu/machine_code_cuda.h"
 #endif
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 namespace twell::cli {
 namespace {
@@ -31,6 +34,29 @@ std::vector<std::string> simd_targets() {
     names.emplace_back(hwy::TargetName(left & -left));
   }
   return names;
+}
+
+// Instructions for products of bf16 and of signed bytes, of which this build uses none.
+constexpr const char* kNarrow[] = {"avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16",
+                                   "amx_int8"};
+
+// {name of kNarrow: whether the processor has it}
+nlohmann::json narrow_products() {
+  nlohmann::json report;
+  for (const char* name : kNarrow) report[name] = false;
+#ifdef __x86_64__
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) != 0) {
+    report["avx512_vnni"] = (c >> 11 & 1) != 0;
+    report["amx_bf16"] = (d >> 22 & 1) != 0;
+    report["amx_int8"] = (d >> 25 & 1) != 0;
+  }
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) != 0) {
+    report["avx_vnni"] = (a >> 4 & 1) != 0;
+    report["avx512_bf16"] = (a >> 5 & 1) != 0;
+  }
+#endif
+  return report;
 }
 
 // {"status": text, "devices": [{"name", "compute_capability", "memory_gib", "machine_code",
@@ -80,6 +106,8 @@ nlohmann::json examine() {
           {"cores", available_threads()},
           {"memory_gib", static_cast<double>(memory.totalram) * gib},
           {"simd", simd_targets()},
+          {"narrow_products", narrow_products()},
+          {"int8_weights", "widened to f32 in registers, " + simd_targets().front()},
           {"onednn",
            fmt::format("{}.{}.{}", DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH)},
           {"cuda", cuda_report()}};
@@ -95,6 +123,13 @@ void print(const nlohmann::json& report) {
   fmt::print("cores        {}\n", report["cores"].get<int>());
   fmt::print("memory       {:.1f} GiB\n", report["memory_gib"].get<double>());
   fmt::print("vector sets  {}\n", simd);
+  std::string narrow;
+  for (const auto& [name, has] : report["narrow_products"].items()) {
+    if (has.get<bool>()) narrow += (narrow.empty() ? "" : ", ") + name;
+  }
+  fmt::print("bf16, int8   the processor has {}; this build multiplies in f32\n",
+             narrow.empty() ? "no products of them" : narrow);
+  fmt::print("int8 weights {}\n", report["int8_weights"].get<std::string>());
   fmt::print("oneDNN       {}\n", report["onednn"].get<std::string>());
   const nlohmann::json& cuda = report["cuda"];
   constexpr size_t kColumn = 13;  // where values begin
