@@ -50,6 +50,7 @@ DecodeRun run_decode(Session& session, const DecodeLoad& load) {
   for (size_t i = 0; i < batch; ++i) drawn[i] = Session::the_drawn(static_cast<int64_t>(i));
   int64_t begun = 0, known = 0;  // calls
   std::vector<int64_t> calls;
+  const double processor = processor_seconds();
   Clock::time_point end = Clock::now();
   std::vector<double> seconds;
   for (int64_t step = 0; step < load.tokens; ++step) {
@@ -73,13 +74,15 @@ DecodeRun run_decode(Session& session, const DecodeLoad& load) {
     }
   }
   // The median ignores the few slow steps in which a GPU captures a graph.
-  return {.step_seconds = summarize(seconds).median, .active = session.active_neurons()};
+  return {.step_seconds = summarize(seconds).median,
+          .processor_seconds = (processor_seconds() - processor) / static_cast<double>(load.tokens),
+          .active = session.active_neurons()};
 }
 
 double decode_step_bytes(const ModelConfig& config, const DecodeMemory& memory,
                          const DecodeLoad& load, std::span<const ActiveNeurons> active) {
-  const int64_t unread =
-      config.tied_embeddings ? 0 : memory.element * config.vocab_size * config.width;
+  const int64_t element = memory.embedding_element > 0 ? memory.embedding_element : memory.element;
+  const int64_t unread = config.tied_embeddings ? 0 : element * config.vocab_size * config.width;
   auto bytes =
       static_cast<double>(memory.weights - unread +
                           load.batch * (load.prompt + (load.tokens + 1) / 2) * memory.kv_token);

@@ -29,6 +29,7 @@ struct DecodeLoad {
 
 struct DecodeRun {
   double step_seconds = 0.0;          // median over the steps
+  double processor_seconds = 0.0;     // mean over the steps, of all threads
   std::vector<ActiveNeurons> active;  // [L]
 };
 
@@ -39,8 +40,11 @@ DecodeRun run_decode(Session& session, const DecodeLoad& load);
 
 // Sizes of a model in a device's memory.
 struct DecodeMemory {
-  int64_t weights = 0;   // bytes of all weights
-  int64_t element = 0;   // bytes of a weight
+  int64_t weights = 0;  // bytes of all weights
+  int64_t element = 0;  // bytes of a weight
+  // Bytes of a value of an embedding that is not the head, of which a step reads few rows; 0: as
+  // of a weight.
+  int64_t embedding_element = 0;
   int64_t kv_token = 0;  // bytes of a token's keys and values, all layers
 };
 

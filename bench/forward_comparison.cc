@@ -17,7 +17,7 @@ constexpr int64_t kHeadTokens = 512;
 
 class Runner {
  public:
-  Runner(Context& ctx, const Model& model, std::span<const int32_t> ids, int64_t length,
+  Runner(Context& ctx, const ModelView& model, std::span<const int32_t> ids, int64_t length,
          FfnPolicy policy)
       : ctx_(ctx),
         model_(model),
@@ -47,7 +47,7 @@ class Runner {
 
  private:
   Context& ctx_;
-  const Model& model_;
+  const ModelView& model_;
   std::span<const int32_t> ids_;
   std::vector<ForwardSequence> sequences_;
   ForwardState state_;
@@ -55,17 +55,23 @@ class Runner {
   Buffer<float> logits_;
 };
 
-void time_once(Runner& runner, std::vector<double>& body, std::vector<double>& full) {
+struct Times {
+  std::vector<double> body, full, processor;
+};
+
+void time_once(Runner& runner, Times& times) {
+  const double processor = processor_seconds();
   const Clock::time_point start = Clock::now();
   runner.body();
   const Clock::time_point middle = Clock::now();
+  times.processor.push_back(processor_seconds() - processor);
   runner.head([](int64_t, MatrixF) {});
   const Clock::time_point end = Clock::now();
-  body.push_back(std::chrono::duration<double>(middle - start).count());
-  full.push_back(std::chrono::duration<double>(end - start).count());
+  times.body.push_back(std::chrono::duration<double>(middle - start).count());
+  times.full.push_back(std::chrono::duration<double>(end - start).count());
 }
 
-void compare_logits(Context& ctx, const Model& model, Runner& dense, Runner& sparse,
+void compare_logits(Context& ctx, const ModelView& model, Runner& dense, Runner& sparse,
                     ForwardComparison& result) {
   dense.body();
   sparse.body();
@@ -87,7 +93,8 @@ void compare_logits(Context& ctx, const Model& model, Runner& dense, Runner& spa
 
 }  // namespace
 
-ForwardComparison compare_forward(Context& ctx, const Model& model, std::span<const int32_t> ids,
+ForwardComparison compare_forward(Context& ctx, const ModelView& model,
+                                  std::span<const int32_t> ids,
                                   const ForwardComparisonOptions& options) {
   const int64_t length = options.length == 0 ? model.config.context : options.length;
   TWELL_REQUIRE(options.repeats > 0, "the number of timed runs must be positive, got {}",
@@ -102,15 +109,17 @@ ForwardComparison compare_forward(Context& ctx, const Model& model, std::span<co
   result.tokens = std::ssize(ids);
   compare_logits(ctx, model, dense, sparse, result);  // check before timing; this also warms up
 
-  std::vector<double> dense_body, sparse_body, dense_full, sparse_full;
+  Times dense_times, sparse_times;
   for (int64_t i = 0; i < options.repeats; ++i) {
-    time_once(dense, dense_body, dense_full);
-    time_once(sparse, sparse_body, sparse_full);
+    time_once(dense, dense_times);
+    time_once(sparse, sparse_times);
   }
-  result.dense_body = summarize(dense_body);
-  result.sparse_body = summarize(sparse_body);
-  result.dense_full = summarize(dense_full);
-  result.sparse_full = summarize(sparse_full);
+  result.dense_body = summarize(dense_times.body);
+  result.sparse_body = summarize(sparse_times.body);
+  result.dense_full = summarize(dense_times.full);
+  result.sparse_full = summarize(sparse_times.full);
+  result.dense_processor = summarize(dense_times.processor);
+  result.sparse_processor = summarize(sparse_times.processor);
   for (const FfnPlan& plan : sparse.state().ffn_plans) {
     result.layers.push_back({plan.execution, plan.reason, plan.nnz_per_token()});
   }

@@ -31,13 +31,15 @@ struct ForwardComparison {
   int64_t tokens = 0;  // per run, B * T
   // Seconds for the layers alone, and for the forward with logits for every token.
   Timing dense_body, sparse_body, dense_full, sparse_full;
+  Timing dense_processor, sparse_processor;  // of all threads, for the layers alone
   double max_abs_logit = 0.0;
   double max_abs_logit_diff = 0.0;
   std::vector<LayerComparison> layers;
 };
 
 // ids [B * T]: B sequences of T tokens.
-ForwardComparison compare_forward(Context& ctx, const Model& model, std::span<const int32_t> ids,
+ForwardComparison compare_forward(Context& ctx, const ModelView& model,
+                                  std::span<const int32_t> ids,
                                   const ForwardComparisonOptions& options);
 
 }  // namespace twell

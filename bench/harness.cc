@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <ctime>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -71,6 +72,12 @@ double host_read_bandwidth(Context& ctx) {
   }
   TWELL_CHECK(sum == 5 * kCount, "read {} words, not {}", sum.load(), 5 * kCount);
   return fastest;
+}
+
+double processor_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
 nlohmann::json machine_json(int threads) {

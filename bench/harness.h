@@ -24,6 +24,9 @@ std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed,
                                    uint64_t stream = 0);
 
 std::string cpu_name();
+// Processor time of all threads of this process so far, which other programs disturb less than the
+// clock.
+double processor_seconds();
 // Bytes per second that all threads together read from memory: the fastest of several passes over
 // 256 MiB.
 double host_read_bandwidth(Context& ctx);

@@ -4,8 +4,10 @@
 and how many greedy tokens agree with those of the stored weights, dense and sparse.
 
   quality_8bit.py CHECKPOINT --text TEXT [--device cuda] [--max-tokens 200000] [--prompts 32]
+                  [--tasks NAMES --task-data DIR]
 
-On a GPU it compares fp8, on a CPU int8; the first row is the checkpoint as stored. Greedy tokens
+On a GPU it compares fp8, on a CPU int8, without and with the output head in 8 bits; the first row is
+the checkpoint as stored. Tasks are those of `twell eval --tasks`. Greedy tokens
 count up to the first one that differs, so that one early difference weighs as much as it does for a
 reader. Prompts are the text's first lines."""
 import argparse
@@ -22,14 +24,22 @@ def run(arguments, *command):
     return done.stdout
 
 
-def evaluate(arguments, weights, policy):
+def evaluate(arguments, kind, policy):
     return json.loads(run(arguments, "eval", "--checkpoint", arguments.checkpoint, "--data", arguments.text, "--json",
-                          "--max-tokens", str(arguments.max_tokens), "--weights", weights, "--ffn", policy))
+                          "--max-tokens", str(arguments.max_tokens), *kind, "--ffn", policy))
 
 
-def greedy(arguments, weights, policy, prompts):
+def accuracies(arguments, kind, policy):
+    if arguments.tasks is None:
+        return ""
+    out = run(arguments, "eval", "--checkpoint", arguments.checkpoint, "--tasks", arguments.tasks, "--task-data",
+              arguments.task_data, "--json", *kind, "--ffn", policy)
+    return "".join(f"  {task} {100 * of['acc']:.1f}%" for task, of in json.loads(out)["tasks"].items())
+
+
+def greedy(arguments, kind, policy, prompts):
     out = run(arguments, "generate", "--checkpoint", arguments.checkpoint, "--prompts", prompts, "--temperature", "0",
-              "--max-tokens", str(arguments.tokens), "--json", "--weights", weights, "--ffn", policy)
+              "--max-tokens", str(arguments.tokens), "--json", *kind, "--ffn", policy)
     return [json.loads(line)["ids"] for line in out.splitlines()]
 
 
@@ -52,24 +62,30 @@ def main():
     parser.add_argument("--max-tokens", type=int, default=200000)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="greedy tokens behind a prompt")
+    parser.add_argument("--tasks")
+    parser.add_argument("--task-data")
     arguments = parser.parse_args()
-    eight = "fp8" if arguments.device == "cuda" else "int8"
+    kinds = {"stored": []}
+    if arguments.device == "cuda":
+        kinds["fp8"] = ["--weights", "fp8"]
+    else:
+        kinds |= {"int8": ["--weights", "int8"], "+ head": ["--weights", "int8", "--head", "8bit"]}
     lines = [line for line in pathlib.Path(arguments.text).read_text().splitlines() if len(line) > 40]
     with tempfile.TemporaryDirectory() as folder:
         prompts = pathlib.Path(folder) / "prompts.txt"
         prompts.write_text("\n".join(line[:200] for line in lines[:arguments.prompts]) + "\n")
         first = None
-        for weights in ("stored", eight):
+        for weights, kind in kinds.items():
             for policy in ("dense", "sparse"):
-                result = evaluate(arguments, weights, policy)
-                texts = greedy(arguments, weights, policy, str(prompts))
+                result = evaluate(arguments, kind, policy)
+                texts = greedy(arguments, kind, policy, str(prompts))
                 if first is None:
                     first = (result["cross_entropy"], texts)
                 ce = result["cross_entropy"]
                 same = sum(agreement(a, b) for a, b in zip(first[1], texts)) / max(1, len(texts))
                 active = " ".join(f"{n:.1f}" for n in result["nnz_per_token"])
                 print(f"{weights:6} {policy:6} CE {ce:.4f} ({100 * (ce / first[0] - 1):+.2f}%)  greedy {100 * same:.1f}%"
-                      f"  active {active}", flush=True)
+                      f"{accuracies(arguments, kind, policy)}  active {active}", flush=True)
 
 
 if __name__ == "__main__":

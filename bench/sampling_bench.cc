@@ -12,7 +12,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
-#include <ctime>
 #include <memory>
 #include <vector>
 
@@ -55,11 +54,7 @@ double micros_since(std::chrono::steady_clock::time_point start) {
       .count();
 }
 
-double processor_micros() {
-  timespec time{};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return 1e6 * static_cast<double>(time.tv_sec) + 1e-3 * static_cast<double>(time.tv_nsec);
-}
+double processor_micros() { return 1e6 * processor_seconds(); }
 
 // A sequence that decodes in a session of its own.
 class Sequence {

@@ -26,9 +26,10 @@ struct Loaded {
   Loaded(CudaContext& context, const BenchSubject& subject) : ctx(context) {
     synthetic = subject.checkpoint.empty();
     if (!synthetic) {
-      model = load_model_cuda(
-          ctx, subject.checkpoint, 0,
-          {.allow_non_finite = subject.allow_non_finite, .weights = subject.weights});
+      model = load_model_cuda(ctx, subject.checkpoint, 0,
+                              {.allow_non_finite = subject.allow_non_finite,
+                               .weights = subject.weights,
+                               .head_in_bytes = subject.head_in_bytes});
       return;
     }
     TWELL_REQUIRE(subject.weights != ByteType::kInt8, "int8 weights run on the CPU");

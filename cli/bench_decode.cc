@@ -75,8 +75,8 @@ int run_on_cpu(const CommonOptions& common, const BenchDecode& bench) {
       .name = fmt::format("{}, {} threads", cpu_name(), ctx.threads()),
       .config = model.config,
       .memory = {.weights = weight_bytes(model),
-                 .element =
-                     static_cast<int64_t>(dtype_size(model.stored.layers.front().ffn.w_up.dtype)),
+                 .element = model.stored.layers.front().ffn.w_up.value_bytes(),
+                 .embedding_element = model.stored.embedding.value_bytes(),
                  .kv_token = KvCache::block_bytes(model.config,
                                                   {.eight_bits = bench.load.eight_bit_cache}) /
                              KvFormat{}.block_tokens},
@@ -109,6 +109,7 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
   bench.subject.seed = bench.load.seed = common.seed;
   bench.subject.allow_non_finite = common.allow_non_finite;
   bench.subject.weights = load_options(common).weights;
+  bench.subject.head_in_bytes = load_options(common).head_in_bytes;
   bench.load.temperature = static_cast<float>(arguments.temperature);
   if (!common.data.empty() || !arguments.text.shards.empty()) {
     TWELL_REQUIRE(bench.subject.preset.empty(),
@@ -121,6 +122,8 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
                     (bench.subject.weights == ByteType::kInt8 && bench.subject.preset.empty()),
                 "--weights {} needs a GPU; --weights int8 runs on the CPU, with --checkpoint",
                 common.weights);
+  TWELL_REQUIRE(!bench.subject.head_in_bytes || bench.subject.preset.empty(),
+                "--head {} needs --checkpoint", common.head);
   return use_cuda(common) ? run_bench_decode_cuda(bench) : run_on_cpu(common, bench);
 }
 
@@ -249,8 +252,9 @@ void compare_decoding(const BenchDecode& arguments, const DecodeDevice& device) 
       const FfnPolicy policy = sparse ? FfnPolicy::kAuto : FfnPolicy::kDense;
       return run_decode(*device.session(decode_session(device.config, load, policy)), load);
     };
-    const double dense = run(false).step_seconds;
-    const auto [sparse, active] = run(true);
+    const DecodeRun dense_run = run(false), sparse_run = run(true);
+    const double dense = dense_run.step_seconds, sparse = sparse_run.step_seconds;
+    const auto& active = sparse_run.active;
     const auto bound = [&](std::span<const ActiveNeurons> of) {
       return decode_step_bytes(device.config, device.memory, load, of) / device.bytes_per_second;
     };
@@ -271,6 +275,8 @@ void compare_decoding(const BenchDecode& arguments, const DecodeDevice& device) 
     row["eight_bit_cache"] = load.eight_bit_cache;
     row["dense_tokens_per_s"] = sequences / dense;
     row["sparse_tokens_per_s"] = sequences / sparse;
+    row["dense_processor_ms"] = 1e3 * dense_run.processor_seconds;
+    row["sparse_processor_ms"] = 1e3 * sparse_run.processor_seconds;
     row["dense_share_of_bound"] = dense_share;
     row["sparse_share_of_bound"] = sparse_share;
     append_jsonl(arguments.jsonl, row);

@@ -24,6 +24,7 @@ struct BenchSubject {
   uint64_t seed = 0;
   bool allow_non_finite = false;    // accept NaN and infinity in the checkpoint
   std::optional<ByteType> weights;  // LoadOptions::weights, also of a preset
+  bool head_in_bytes = false;       // LoadOptions::head_in_bytes
 };
 // The configuration of its preset.
 ModelConfig preset_of(const BenchSubject& subject);

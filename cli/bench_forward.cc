@@ -15,6 +15,7 @@
 #include "cli/text_layout.h"
 #include "twell/base/error.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/checkpoint/mapped_model.h"
 
 namespace twell::cli {
 namespace {
@@ -31,7 +32,7 @@ struct BenchForwardArguments {
 };
 
 struct Subject {
-  std::unique_ptr<Model> model;
+  std::shared_ptr<const ModelView> model;
   std::vector<int32_t> ids;
   std::string description;
   bool synthetic = false;
@@ -48,29 +49,37 @@ Subject untrained(Context& ctx, const BenchForwardArguments& arguments, uint64_t
   const int64_t tokens = arguments.comparison.sequences * length;
   // Weights, and the final hidden states of a dense and of a sparse run, in f32.
   require_memory(4 * (config.parameter_count() + 2 * tokens * config.width));
+  std::unique_ptr<Model> model = synthetic_model(ctx, config, seed);
+  set_synthetic_sparsity(*model, true);
   Subject subject;
-  subject.model = synthetic_model(ctx, config, seed);
-  set_synthetic_sparsity(*subject.model, true);
+  subject.model = std::move(model);
   subject.ids = random_tokens(tokens, config.vocab_size, seed);
   subject.description = describe({.preset = arguments.preset});
   subject.synthetic = true;
   return subject;
 }
 
-// The first tokens of the text that fill the batch.
+// The first tokens of the text that fill the batch; without a text random ones.
 std::vector<int32_t> batch_of_text(const CommonOptions& common,
                                    const BenchForwardArguments& arguments) {
   const int64_t length = arguments.comparison.length == 0 ? load_config(common.checkpoint).context
                                                           : arguments.comparison.length;
-  return first_tokens(common, arguments.text, arguments.comparison.sequences * length);
+  const int64_t tokens = arguments.comparison.sequences * length;
+  if (!common.data.empty() || !arguments.text.shards.empty()) {
+    return first_tokens(common, arguments.text, tokens);
+  }
+  const ModelConfig config = load_config(common.checkpoint);
+  TWELL_REQUIRE(length <= config.context,
+                "--sequence-length must be 1 to {} (the model's context), got {}", config.context,
+                length);
+  return random_tokens(tokens, config.vocab_size, common.seed);
 }
 
 Subject trained(Context& ctx, const CommonOptions& common, const BenchForwardArguments& arguments) {
   std::vector<int32_t> ids = batch_of_text(common, arguments);
-  return {
-      .model = load_model(ctx, common.checkpoint, {.allow_non_finite = common.allow_non_finite}),
-      .ids = std::move(ids),
-      .description = fmt::format("checkpoint {}", common.checkpoint.string())};
+  return {.model = map_model(ctx, common.checkpoint, load_options(common)),
+          .ids = std::move(ids),
+          .description = fmt::format("checkpoint {}", common.checkpoint.string())};
 }
 
 void print_table(const ForwardComparison& result, const Subject& subject, int threads) {
@@ -128,9 +137,11 @@ nlohmann::json to_json(const ForwardComparison& result, const Subject& subject, 
   row["tokens"] = result.tokens;
   row["ffn"] = subject.model->config.ffn;
   row["dense"] = {{"layers", rate_json(result.dense_body, result.tokens)},
-                  {"full", rate_json(result.dense_full, result.tokens)}};
+                  {"full", rate_json(result.dense_full, result.tokens)},
+                  {"processor_seconds", result.dense_processor.median}};
   row["sparse"] = {{"layers", rate_json(result.sparse_body, result.tokens)},
-                   {"full", rate_json(result.sparse_full, result.tokens)}};
+                   {"full", rate_json(result.sparse_full, result.tokens)},
+                   {"processor_seconds", result.sparse_processor.median}};
   row["max_abs_logit"] = result.max_abs_logit;
   row["max_abs_logit_diff"] = result.max_abs_logit_diff;
   for (const LayerComparison& layer : result.layers) {
@@ -146,7 +157,8 @@ int run_on_gpu(const CommonOptions& common, const BenchForwardArguments& argumen
                                      .preset = arguments.preset,
                                      .seed = common.seed,
                                      .allow_non_finite = common.allow_non_finite,
-                                     .weights = load_options(common).weights},
+                                     .weights = load_options(common).weights,
+                                     .head_in_bytes = load_options(common).head_in_bytes},
                          .sequences = arguments.comparison.sequences,
                          .length = arguments.comparison.length,
                          .policy = arguments.comparison.sparse,
@@ -162,8 +174,9 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
   TWELL_REQUIRE(common.checkpoint.empty() != arguments.preset.empty(),
                 "bench forward needs either --checkpoint DIR or --preset NAME");
   if (use_cuda(common)) return run_on_gpu(common, arguments);
-  TWELL_REQUIRE(arguments.patterns.empty() && !load_options(common).weights,
-                "--patterns and --weights need a GPU");
+  TWELL_REQUIRE(arguments.patterns.empty(), "--patterns needs a GPU");
+  TWELL_REQUIRE(arguments.preset.empty() || common.weights == "stored",
+                "--weights {} needs --checkpoint on the CPU", common.weights);
   Context ctx(common.threads);
   const Subject subject = arguments.preset.empty() ? trained(ctx, common, arguments)
                                                    : untrained(ctx, arguments, common.seed);
