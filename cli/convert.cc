@@ -19,6 +19,7 @@ struct ConvertArguments {
   std::string layout = "keep";
   std::string dtype = "keep";
   std::string weights = "keep";
+  std::string head = "keep";
 };
 
 int run_convert(const CommonOptions& common, const ConvertArguments& arguments) {
@@ -34,6 +35,7 @@ int run_convert(const CommonOptions& common, const ConvertArguments& arguments) 
                          {.layout = parse_checkpoint_layout(arguments.layout),
                           .dtype = dtype,
                           .weights = weights,
+                          .head_in_bytes = arguments.head == "8bit",
                           .allow_non_finite = common.allow_non_finite,
                           .on_piece = check_interrupted});
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
@@ -60,6 +62,9 @@ void add_convert_command(Command& root, CommonOptions& common) {
   command.choice("--weights", &arguments->weights, {"keep", "fp8", "int8"},
                  "The projections of the layers in 8 bits with a scale per output, as "
                  "compressed-tensors stores them: fp8 for GPUs, int8 for CPUs");
+  command.choice("--head", &arguments->head, {"keep", "8bit"},
+                 "The output head in 8 bits too, for CPUs; tied embeddings are untied, and the "
+                 "embedding stays as it is");
   command.footer(
       "What does not change is copied byte for byte: tensors, keys, tokenizer and templates.\n\n"
       "Example:\n  twell convert --checkpoint SparseLM0.5B --layout hf --out sparse-hf");

@@ -18,11 +18,17 @@
 namespace twell::cli {
 namespace {
 
-// Weights take as much memory as their files (mapped_model.h).
-int64_t host_weight_bytes(const std::filesystem::path& checkpoint) {
+// Weights take as much memory as their files (mapped_model.h); a head in 8 bits of tied embeddings
+// comes in addition.
+int64_t host_weight_bytes(const CommonOptions& common) {
   int64_t bytes = 0;
-  const CheckpointTensors tensors(checkpoint);
+  const CheckpointTensors tensors(common.checkpoint);
   for (const auto& [name, file] : tensors.files()) bytes += std::ssize(file.bytes());
+  if (load_options(common).head_in_bytes) {
+    const ModelConfig config = load_config(common.checkpoint);
+    const int64_t head = config.vocab_size * (config.width + int64_t{sizeof(float)});
+    if (config.tied_embeddings) bytes += head;
+  }
   return bytes;
 }
 
@@ -33,9 +39,9 @@ int64_t host_cache_bytes(const ModelConfig& config, const SessionOptions& option
 }
 
 // Checks host memory before loading.
-void require_host_memory(const std::filesystem::path& checkpoint, const ModelConfig& config,
+void require_host_memory(const CommonOptions& common, const ModelConfig& config,
                          const EnginePlan& plan) {
-  const int64_t weights = host_weight_bytes(checkpoint);
+  const int64_t weights = host_weight_bytes(common);
   int64_t cache = 0;
   if (plan.session) {
     cache = host_cache_bytes(config, *plan.session);
@@ -80,7 +86,7 @@ SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config
   options.cache_bytes = cache_bytes;
   if (cache_bytes > 0 || use_cuda(common)) return options;
   // A fifth of what the weights leave stays for activations and for other programs.
-  const int64_t free = (memory_limit_bytes() - host_weight_bytes(common.checkpoint)) / 5 * 4;
+  const int64_t free = (memory_limit_bytes() - host_weight_bytes(common)) / 5 * 4;
   if (free < host_cache_bytes(config, options) &&
       free >= KvCache::block_bytes(config, options.cache)) {
     options.cache_bytes = free;
@@ -105,9 +111,10 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
   use_cuda(common);  // throws for "cuda"
 #endif
   TWELL_REQUIRE(load.weights != ByteType::kE4M3, "--weights fp8 needs a GPU");
-  TWELL_REQUIRE(!load.weights || host_model == nullptr,
-                "--weights {} needs a checkpoint that was not loaded already", common.weights);
-  require_host_memory(common.checkpoint, load_config(common.checkpoint), plan);
+  TWELL_REQUIRE((!load.weights && !load.head_in_bytes) || host_model == nullptr,
+                "--weights {} and --head {} need a checkpoint that was not loaded already",
+                common.weights, common.head);
+  require_host_memory(common, load_config(common.checkpoint), plan);
   if (host_model != nullptr) {
     return std::make_unique<EngineCpu>(std::move(host_model), common.threads);
   }

@@ -34,7 +34,7 @@ struct TokenRow {
 struct Inspection {
   std::string checkpoint;
   ModelConfig config;
-  std::optional<ByteType> weights;  // the type of projections that are stored in 8 bits
+  std::optional<ByteWeights> weights;  // what is stored in 8 bits
   std::vector<TensorHealth> tensors;
   int64_t damaged_tensors = 0;
   Evaluation evaluation;                   // 0 tokens when no text was given

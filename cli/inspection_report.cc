@@ -49,8 +49,10 @@ void print_config(const Inspection& inspection) {
   const ModelConfig& config = inspection.config;
   fmt::print("parameters   {:.2f} M\n", static_cast<double>(config.parameter_count()) * 1e-6);
   if (inspection.weights) {
-    fmt::print("weights      {} with a scale per output; embedding, head and norms are floats\n",
-               byte_option_name(*inspection.weights));
+    fmt::print("weights      {} with a scale per output{}; embedding{} and norms are floats\n",
+               byte_option_name(inspection.weights->type),
+               inspection.weights->head ? ", output head too" : "",
+               inspection.weights->head ? "" : ", head");
   }
   fmt::print("layers       {}\n", config.layers);
   fmt::print("width        {}\n", config.width);
@@ -198,7 +200,10 @@ ordered_json inspection_json(const Inspection& inspection) {
       {"checkpoint", inspection.checkpoint},
       {"config", ordered_json(config_to_json(inspection.config))},
       {"parameters", inspection.config.parameter_count()},
-      {"weights", inspection.weights ? byte_option_name(*inspection.weights) : "float"},
+      {"weights", inspection.weights ? byte_option_name(inspection.weights->type) : "float"},
+      {"head", inspection.weights && inspection.weights->head
+                   ? byte_option_name(inspection.weights->type)
+                   : "float"},
       {"damaged_tensors", inspection.damaged_tensors}};
   for (const TensorHealth& tensor : inspection.tensors) {
     json["tensors"].push_back({{"name", tensor.name},

@@ -105,11 +105,17 @@ void add_weights_option(Command& command, CommonOptions& common) {
              "Projections of the layers: stored, as the checkpoint has them; fp8, on a Hopper GPU; "
              "int8, on the CPU")
       .choices({"stored", "fp8", "int8"});
+  command
+      .value("--head", &common.head, "TYPE",
+             "Output head: stored, as the checkpoint has it; 8bit, on the CPU, with projections in "
+             "int8")
+      .choices({"stored", "8bit"});
 }
 
 LoadOptions load_options(const CommonOptions& common) {
   LoadOptions options{.allow_non_finite = common.allow_non_finite};
   if (common.weights != "stored") options.weights = parse_byte_type(common.weights);
+  options.head_in_bytes = common.head == "8bit";
   return options;
 }
 

@@ -166,7 +166,7 @@ int run_serve(const CommonOptions& common, ServeArguments& arguments) {
   options.fingerprint = system_fingerprint(
       common.checkpoint,
       std::vector<std::string>{TWELL_VERSION, engine->device(), arguments.ffn, common.weights,
-                               arguments.cache_8bit ? "8-bit cache" : ""});
+                               common.head, arguments.cache_8bit ? "8-bit cache" : ""});
 
   Server server(*session, tokenizer, chat ? &*chat : nullptr, options);
   const int port = server.bind(arguments.host, static_cast<int>(arguments.port));

@@ -125,7 +125,7 @@ struct EngineArguments {
   int64_t slots = 16, context = 0;
   bool cache_8bit = false;
   int64_t speculate = 0;
-  std::string weights = "stored";
+  std::string weights = "stored", head = "stored";
 };
 
 // A model that is loaded, and the scheduler of its requests.
@@ -160,6 +160,9 @@ class LoadedEngine {
         .cache = {.eight_bits = arguments.cache_8bit}};
     LoadOptions load;
     if (arguments.weights != "stored") load.weights = parse_byte_type(arguments.weights);
+    TWELL_REQUIRE(arguments.head == "stored" || arguments.head == "8bit",
+                  "unknown type of the output head '{}'; use stored or 8bit", arguments.head);
+    load.head_in_bytes = arguments.head == "8bit";
 #ifdef TWELL_HAVE_CUDA
     if (device_ >= 0) {
       select_device();
@@ -456,7 +459,7 @@ NB_MODULE(_engine, m) {
   bind_training(m);
   m.def("load", [](const std::string& checkpoint, const std::string& device, int threads,
                    int64_t slots, int64_t context, const std::string& ffn, bool cache_8bit,
-                   int64_t speculate, const std::string& weights) {
+                   int64_t speculate, const std::string& weights, const std::string& head) {
     const nb::gil_scoped_release release;
     return std::make_shared<LoadedEngine>(EngineArguments{.checkpoint = checkpoint,
                                                           .device = device,
@@ -466,6 +469,7 @@ NB_MODULE(_engine, m) {
                                                           .context = context,
                                                           .cache_8bit = cache_8bit,
                                                           .speculate = speculate,
-                                                          .weights = weights});
+                                                          .weights = weights,
+                                                          .head = head});
   });
 }

@@ -124,6 +124,12 @@ def test_weights_in_8_bits(checkpoint, engine):
     assert 0 < (got - want).norm() / want.norm() < 0.05
     with pytest.raises(ValueError, match="weights in 8 bits cannot be viewed"):
         eight.weights()
+    head = twell.Engine(checkpoint, device="cpu", threads=1, context=48, weights="int8", head="8bit")
+    assert 0 < (torch.from_dlpack(head.logits(ids)) - got).norm() / got.norm() < 0.05
+    with pytest.raises(ValueError, match="an output head in 8 bits needs projections in int8"):
+        twell.Engine(checkpoint, device="cpu", head="8bit")
+    with pytest.raises(ValueError, match="unknown type of the output head 'int8'"):
+        twell.Engine(checkpoint, device="cpu", weights="int8", head="int8")
     with pytest.raises(ValueError, match="fp8 weights need a GPU"):
         twell.Engine(checkpoint, device="cpu", weights="fp8")
     with pytest.raises(ValueError, match="unknown type of weights 'int4'"):

@@ -98,6 +98,7 @@ class Engine:
         quarter of the CPU's.
     weights: the layers' projections: "stored", as the checkpoint has them, "fp8" (on a Hopper GPU) or
         "int8" (on the CPU), rounded when they are loaded, less exact.
+    head: the output head: "stored", or "8bit" (on the CPU, with projections in int8).
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class Engine:
         cache_8bit: bool = False,
         speculate: int = 0,
         weights: str = "stored",
+        head: str = "stored",
     ) -> None:
         self._checkpoint = str(checkpoint)
         self._loaded = _engine.load(
-            self._checkpoint, device, threads, slots, context, ffn, cache_8bit, speculate, weights
+            self._checkpoint, device, threads, slots, context, ffn, cache_8bit, speculate, weights, head
         )
 
     def __repr__(self) -> str:

@@ -35,7 +35,7 @@ class TwellLM(TemplateLM):
     checkpoint: folder of a checkpoint or of a training run.
     batch_size: requests that are computed at once.
     max_gen_toks: most new tokens where a task does not say.
-    context, ffn, threads, weights: as for `twell.Engine`.
+    context, ffn, threads, weights, head: as for `twell.Engine`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class TwellLM(TemplateLM):
         threads: int = 0,
         pretrained: str | None = None,
         weights: str = "stored",
+        head: str = "stored",
     ):
         super().__init__()
         checkpoint = _checkpoint(checkpoint, pretrained)
@@ -65,6 +66,7 @@ class TwellLM(TemplateLM):
             context=context,
             ffn=ffn,
             weights=weights,
+            head=head,
         )
         self.max_length = self.engine.context
         self.max_gen_toks = int(max_gen_toks)

@@ -35,11 +35,11 @@ void require_tensor(const OpenCheckpoint& opened, const ParamSpec& spec) {
                 "{}: tensor {} has shape {}, but config.json asks for {}", tensors.source(),
                 spec.name, show_shape(info->shape), show_shape(spec.stored_shape()));
   if (!opened.in_bytes(spec)) return require_float(*info, tensors.source());
-  TWELL_REQUIRE(
-      info->dtype == byte_type_name(*opened.bytes),
-      "{}: tensor {} is {}, but by its quantization_config every projection of a layer is "
-      "{}",
-      tensors.source(), spec.name, info->dtype, byte_type_name(*opened.bytes));
+  TWELL_REQUIRE(info->dtype == byte_type_name(opened.bytes->type),
+                "{}: tensor {} is {}, but by its quantization_config {} is {}", tensors.source(),
+                spec.name, info->dtype,
+                is_head(spec) ? "the output head" : "every projection of a layer",
+                byte_type_name(opened.bytes->type));
   const std::string name = scale_name(spec.name);
   const TensorInfo* scale = tensors.find(name);
   const std::vector<int64_t> shape = {spec.stored_shape()[0], 1};
@@ -159,17 +159,28 @@ ModelConfig load_config(const fs::path& folder) {
   return parse_config_text(read_file(path), path.string());
 }
 
-std::optional<ByteType> load_weight_bytes(const fs::path& folder) {
+std::optional<ByteWeights> load_weight_bytes(const fs::path& folder) {
   const fs::path path = folder / kConfigFile;
-  return parse_weight_bytes(read_file(path), path.string());
+  std::optional<ByteWeights> bytes = parse_weight_bytes(read_file(path), path.string());
+  if (bytes && load_config(folder).tied_embeddings) bytes->head = false;
+  return bytes;
 }
 
-bool OpenCheckpoint::in_bytes(const ParamSpec& spec) const { return bytes && is_projection(spec); }
+void OpenCheckpoint::untie_head() {
+  if (!config.tied_embeddings) return;
+  config.tied_embeddings = false;
+  table = parameter_table(config);
+  tensors.stand_in(kHead, kEmbedding);
+}
+
+bool OpenCheckpoint::in_bytes(const ParamSpec& spec) const {
+  return bytes && (is_projection(spec) || (bytes->head && is_head(spec)));
+}
 
 StoredBytes stored_bytes(const OpenCheckpoint& opened, const ParamSpec& spec) {
   const TensorInfo& info = *opened.tensors.find(spec.name);
   const TensorInfo& scale = *opened.tensors.find(scale_name(spec.name));
-  StoredBytes out{.type = *opened.bytes,
+  StoredBytes out{.type = opened.bytes->type,
                   .values = reinterpret_cast<const uint8_t*>(info.bytes.data()),
                   .scales = std::vector<float>(static_cast<size_t>(info.shape[0])),
                   .rows = info.shape[0],

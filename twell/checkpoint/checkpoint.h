@@ -25,14 +25,15 @@ inline constexpr const char* kConfigFile = "config.json";
 inline constexpr const char* kWeightsFile = "model.safetensors";
 inline constexpr const char* kIndexFile = "model.safetensors.index.json";
 
-// Reads config.json and model.safetensors or its shards (F32, BF16 or F16, or projections in 8
+// Reads config.json and model.safetensors or its shards (F32, BF16 or F16, or in 8
 // bits, converted to f32 on all threads), checking names, shapes, dtypes, sizes, that all values
 // are finite, and the content hash where the file carries one.
 std::unique_ptr<Model> load_model(Context& ctx, const std::filesystem::path& folder,
                                   const LoadOptions& options = {});
 ModelConfig load_config(const std::filesystem::path& folder);
-// The type in which a folder stores its projections (quantization.h); none: as floats.
-std::optional<ByteType> load_weight_bytes(const std::filesystem::path& folder);
+// What a folder stores in 8 bits (quantization.h); none: nothing. A tied head is the embedding,
+// which is a matrix of floats.
+std::optional<ByteWeights> load_weight_bytes(const std::filesystem::path& folder);
 // Writes config.json and model.safetensors into an existing folder (see write_folder_atomic).
 void save_model(const Model& model, const std::filesystem::path& folder, DType dtype);
 
@@ -60,17 +61,19 @@ class CheckpointTensors {
 struct OpenCheckpoint {
   ModelConfig config;
   std::vector<ParamSpec> table;
-  // Float tensors for every parameter of the table, in its shape; with `bytes` projections of that
-  // type and their scales.
+  // Float tensors for every parameter of the table, in its shape; those of `bytes` in that type,
+  // with their scales.
   CheckpointTensors tensors;
-  std::optional<ByteType> bytes;
+  std::optional<ByteWeights> bytes;
 
+  // Gives a model with tied embeddings an output head of its own, of the embedding's values.
+  void untie_head();
   bool in_bytes(const ParamSpec& spec) const;
   // Whether the model does not need the tensor.
   bool is_extra(const TensorInfo& info) const;
 };
 
-// A projection in 8 bits, in the shape of its file. Its values point into the file; the scales are
+// A matrix in 8 bits, in the shape of its file. Its values point into the file; the scales are
 // widened. InputError on a scale that is negative or not finite.
 struct StoredBytes {
   ByteMatrix view() const { return {type, values, scales.data(), rows, cols}; }

@@ -602,14 +602,14 @@ std::string config_to_text(const ModelConfig& config, DType dtype) {
   return object.dump(2) + "\n";
 }
 
-std::optional<ByteType> parse_weight_bytes(std::string_view text, const std::string& source) {
+std::optional<ByteWeights> parse_weight_bytes(std::string_view text, const std::string& source) {
   const json object = parse_json(text, source, {.depth = kConfigDepth});
   return parse_quantization(JsonFields(object, source));
 }
 
 std::string convert_config(const std::string& text, const std::string& source,
                            CheckpointLayout layout, std::optional<DType> dtype,
-                           std::optional<ByteType> bytes) {
+                           std::optional<ByteWeights> bytes) {
   const ModelConfig config = parse_config_text(text, source);
   const ordered_json before = parse_ordered_json(text, source, {.depth = kConfigDepth});
   ordered_json object = before;
@@ -618,6 +618,7 @@ std::string convert_config(const std::string& text, const std::string& source,
   if (layout == CheckpointLayout::kHuggingFace && sparse) to_hugging_face(object, config);
   if (dtype) set_dtype(object, *dtype);
   if (bytes) object["quantization_config"] = quantization_to_json(*bytes);
+  if (bytes && bytes->head && config.tied_embeddings) object["tie_word_embeddings"] = false;
   // The format of Python's json.dumps(indent=2), which transformers uses.
   return object == before ? text : object.dump(2, ' ', /*ensure_ascii=*/true) + "\n";
 }

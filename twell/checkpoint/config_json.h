@@ -19,8 +19,8 @@ namespace twell {
 ModelConfig parse_config(const nlohmann::json& json, const std::string& source);
 ModelConfig parse_config_text(std::string_view text, const std::string& source);
 
-// The type of projections that config.json says are stored in 8 bits (quantization.h).
-std::optional<ByteType> parse_weight_bytes(std::string_view text, const std::string& source);
+// What config.json says is stored in 8 bits (quantization.h).
+std::optional<ByteWeights> parse_weight_bytes(std::string_view text, const std::string& source);
 
 // A configuration that transformers opens with the family's own class. "mlp_gated": false marks a
 // model that is not gated; only TwELL understands this key.
@@ -36,11 +36,11 @@ enum class CheckpointLayout {
   // llama_sparse_relu or qwen2_sparse_relu, with their sparsity_* keys.
   kSparse,
 };
-// The text of config.json in another layout, with another dtype of the weights, or with projections
-// in 8 bits. Keys keep their order; a text without changes is returned unmodified. InputError when
-// the layout cannot represent the model.
+// The text of config.json in another layout, with another dtype of the weights, or with weights in
+// 8 bits; with a head in 8 bits the embeddings are not tied. Keys keep their order; a text without
+// changes is returned unmodified. InputError when the layout cannot represent the model.
 std::string convert_config(const std::string& text, const std::string& source,
                            CheckpointLayout layout, std::optional<DType> dtype,
-                           std::optional<ByteType> bytes = {});
+                           std::optional<ByteWeights> bytes = {});
 
 }  // namespace twell

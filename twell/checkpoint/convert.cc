@@ -16,6 +16,9 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
+constexpr const char* kEmbedding = "model.embed_tokens.weight";
+constexpr const char* kHead = "lm_head.weight";
+
 constexpr size_t kCopyBytes = size_t{8} << 20;  // bytes copied between releases of their pages
 
 bool is_weights_or_code(const fs::path& file) {
@@ -30,20 +33,32 @@ class Conversion {
   Conversion(const fs::path& in, const ConvertOptions& options)
       : in_(in), options_(options), opened_(open_checkpoint(in)) {
     const fs::path path = in / kConfigFile;
-    TWELL_REQUIRE(!options.weights || !opened_.bytes || *options.weights == *opened_.bytes,
+    TWELL_REQUIRE(!options.weights || !opened_.bytes || *options.weights == opened_.bytes->type,
                   "{}: the weights are in 8 bits already ({}); convert the original to {}",
-                  in.string(), byte_option_name(*opened_.bytes),
+                  in.string(), byte_option_name(opened_.bytes->type),
                   byte_option_name(*options.weights));
-    if (options.weights && !opened_.bytes) {
-      for (const ParamSpec& spec : opened_.table) {
-        if (is_projection(spec)) quantised_.insert(spec.name);
-      }
+    TWELL_REQUIRE(!options.head_in_bytes || options.weights || opened_.bytes,
+                  "{}: an output head in 8 bits needs projections in 8 bits: add --weights int8 or "
+                  "fp8",
+                  in.string());
+    if (opened_.bytes) bytes_ = *opened_.bytes;
+    if (options.weights) bytes_.type = *options.weights;
+    bytes_.head = bytes_.head || options.head_in_bytes;
+    if (options.head_in_bytes && opened_.config.tied_embeddings) {
+      opened_.untie_head();
+      const TensorInfo* const head = opened_.tensors.find(kHead);
+      if (head == opened_.tensors.find(kEmbedding)) tied_ = head;
+    }
+    for (const ParamSpec& spec : opened_.table) {
+      const bool becomes =
+          (options.weights && is_projection(spec)) || (options.head_in_bytes && is_head(spec));
+      if (becomes && !opened_.in_bytes(spec)) quantised_.insert(spec.name);
     }
     for (const ParamSpec& spec : opened_.table) {
       if (opened_.in_bytes(spec)) in_bytes_.insert(spec.name);
     }
     config_text_ = convert_config(read_file(path), path.string(), options.layout, options.dtype,
-                                  quantised_.empty() ? std::nullopt : options.weights);
+                                  quantised_.empty() ? std::nullopt : std::optional(bytes_));
     const fs::path index = in / kIndexFile;
     if (opened_.tensors.source() == index.string()) index_text_ = convert_index(read_file(index));
   }
@@ -61,6 +76,10 @@ class Conversion {
           "the layers have no gate projections (\"mlp_gated\": false), which transformers cannot "
           "express");
     }
+    if (bytes_.head) {
+      result_.notes.push_back(
+          "an output head in 8 bits runs on the CPU alone; GPUs here refuse this checkpoint");
+    }
   }
 
   ConvertResult take_result() { return std::move(result_); }
@@ -69,14 +88,16 @@ class Conversion {
   // Hugging Face's layout has no tensors for the counters of the sparse models.
   bool is_left_out(const TensorInfo& info) const {
     if (options_.layout != CheckpointLayout::kHuggingFace) return false;
-    return may_be_extra(info.name, opened_.config) && info.name != "lm_head.weight";
+    return may_be_extra(info.name, opened_.config) && info.name != kHead;
   }
   bool is_converted(const TensorInfo& info) const {
     return options_.dtype && info.dtype != dtype_name(*options_.dtype) && !opened_.is_extra(info) &&
            !is_quantised(info) && !of_bytes(info);
   }
   // Whether it is written in 8 bits.
-  bool is_quantised(const TensorInfo& info) const { return quantised_.contains(info.name); }
+  bool is_quantised(const TensorInfo& info) const {
+    return quantised_.contains(info.name) && &info != tied_;
+  }
   // Is in 8 bits, or a scale of such a tensor.
   bool of_bytes(const TensorInfo& info) const {
     const std::string scale = "_scale";
@@ -86,7 +107,8 @@ class Conversion {
   }
   bool changes(const SafetensorsFile& file) const {
     return std::any_of(file.tensors().begin(), file.tensors().end(), [this](const auto& entry) {
-      return is_left_out(entry.second) || is_converted(entry.second) || is_quantised(entry.second);
+      return is_left_out(entry.second) || is_converted(entry.second) ||
+             is_quantised(entry.second) || &entry.second == tied_;
     });
   }
 
@@ -107,19 +129,25 @@ class Conversion {
     }
     const bool changed = std::any_of(opened_.tensors.files().begin(), opened_.tensors.files().end(),
                                      [this](const auto& file) { return changes(file.second); });
-    std::map<std::string, std::string> scales;
+    std::map<std::string, std::string> added;
     for (const auto& [name, file] : opened_.tensors.files()) {
       for (const auto& [tensor, info] : file.tensors()) {
-        if (is_quantised(info)) scales.emplace(scale_name(tensor), name);
+        if (is_quantised(info)) added.emplace(scale_name(tensor), name);
+        if (&info != tied_) continue;
+        size += quantised_bytes(info);
+        added.emplace(scale_name(kHead), name);
+        added.emplace(tensor == kHead ? kEmbedding : kHead, name);
       }
     }
-    return rewrite_shard_index(text, left_out, changed ? std::optional(size) : std::nullopt,
-                               scales);
+    return rewrite_shard_index(text, left_out, changed ? std::optional(size) : std::nullopt, added);
+  }
+  static int64_t quantised_bytes(const TensorInfo& info) {
+    return info.shape[0] * (info.shape[1] + int64_t{sizeof(float)});
   }
   int64_t stored_bytes(const TensorInfo& info) const {
     int64_t values = 1;
     for (const int64_t size : info.shape) values *= size;
-    if (is_quantised(info)) return values + info.shape[0] * int64_t{sizeof(float)};
+    if (is_quantised(info)) return quantised_bytes(info);
     if (!is_converted(info)) return std::ssize(info.bytes);
     return values * static_cast<int64_t>(dtype_size(*options_.dtype));
   }
@@ -150,17 +178,19 @@ class Conversion {
         continue;
       }
       if (is_quantised(*info)) {
-        add_quantised(*info, file, list);
+        add_quantised(*info, info->name, file, list);
         continue;
       }
       const bool converted = is_converted(*info);
-      list.push_back(
-          {info->name, converted ? std::string(dtype_name(*options_.dtype)) : info->dtype,
-           info->shape, [this, info, converted, &file](const ByteSink& sink) {
-             if (options_.on_piece) options_.on_piece();
-             converted ? write_converted(*info, *options_.dtype, sink) : sink(info->bytes);
-             file.release(info->bytes);
-           }});
+      list.push_back({info == tied_ ? kEmbedding : info->name,
+                      converted ? std::string(dtype_name(*options_.dtype)) : info->dtype,
+                      info->shape, [this, info, converted, &file](const ByteSink& sink) {
+                        if (options_.on_piece) options_.on_piece();
+                        converted ? write_converted(*info, *options_.dtype, sink)
+                                  : sink(info->bytes);
+                        file.release(info->bytes);
+                      }});
+      if (info == tied_) add_quantised(*info, kHead, file, list);
     }
     std::map<std::string, std::string> metadata = file.metadata();
     metadata.erase(std::string(kContentHashKey));  // it belongs to the old content
@@ -168,16 +198,16 @@ class Conversion {
     count(fs::file_size(path));
   }
 
-  void add_quantised(const TensorInfo& info, const SafetensorsFile& file,
+  void add_quantised(const TensorInfo& info, const std::string& name, const SafetensorsFile& file,
                      std::vector<TensorToWrite>& list) const {
-    const ByteType type = *options_.weights;
-    list.push_back({info.name, std::string(byte_type_name(type)), info.shape,
+    const ByteType type = bytes_.type;
+    list.push_back({name, std::string(byte_type_name(type)), info.shape,
                     [this, &info, &file, type](const ByteSink& sink) {
                       if (options_.on_piece) options_.on_piece();
                       write_bytes(info, type, sink);
                       file.release(info.bytes);
                     }});
-    list.push_back({scale_name(info.name),
+    list.push_back({scale_name(name),
                     "F32",
                     {info.shape[0], 1},
                     [this, &info, &file, type](const ByteSink& sink) {
@@ -211,6 +241,8 @@ class Conversion {
   const ConvertOptions& options_;
   OpenCheckpoint opened_;
   std::set<std::string, std::less<>> quantised_, in_bytes_;  // names of tensors to be, and that are
+  ByteWeights bytes_;                                        // what is in 8 bits afterwards
+  const TensorInfo* tied_ = nullptr;  // an embedding whose model gets a head in 8 bits of its own
   std::string config_text_, index_text_;
   ConvertResult result_;
 };

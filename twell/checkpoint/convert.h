@@ -26,6 +26,9 @@ struct ConvertOptions {
   // Projections of layers in 8 bits, with a scale per output (quantization.h), made of their values
   // in bf16; none: unchanged.
   std::optional<ByteType> weights = {};
+  // The output head in 8 bits too, in the type of the projections. A tied model gets a head of its
+  // own; its embedding stays as it is.
+  bool head_in_bytes = false;
   bool allow_non_finite = false;  // copy weights that are infinite or NaN
   // Called before every piece is written. An exception from it ends the conversion and leaves
   // nothing of `out`.

@@ -40,15 +40,21 @@ void copy_async(CudaContext& ctx, const void* from, size_t bytes, void* to) {
 bool loads_in_bytes(const std::filesystem::path& folder, const LoadOptions& options) {
   TWELL_REQUIRE(options.weights != ByteType::kInt8,
                 "int8 weights run on the CPU; use --weights fp8 on a GPU");
-  const std::optional<ByteType> stored = load_weight_bytes(folder);
+  const std::optional<ByteWeights> stored = load_weight_bytes(folder);
+  TWELL_REQUIRE(
+      !options.head_in_bytes && !(stored && stored->head),
+      "{}: an output head in 8 bits runs on the CPU alone (--device cpu); for a GPU leave "
+      "out --head 8bit, or convert the original without it",
+      folder.string());
   if (options.weights) {
-    TWELL_REQUIRE(stored != ByteType::kInt8, "{}: the weights are in int8; convert the original",
-                  folder.string());
+    TWELL_REQUIRE(!stored || stored->type != ByteType::kInt8,
+                  "{}: the weights are in int8; convert the original", folder.string());
     const std::string why = cuda_bytes_unsupported(load_config(folder));
     TWELL_REQUIRE(why.empty(), "{}", why);
     return true;
   }
-  return stored == ByteType::kE4M3 && cuda_bytes_unsupported(load_config(folder)).empty();
+  return stored && stored->type == ByteType::kE4M3 &&
+         cuda_bytes_unsupported(load_config(folder)).empty();
 }
 
 std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesystem::path& folder,

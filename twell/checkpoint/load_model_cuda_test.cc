@@ -75,5 +75,26 @@ TEST(LoadModelCuda, InBytesEqualsTheConvertedCheckpoint) {
   }
 }
 
+// Needs no GPU: a head in 8 bits is refused before anything runs.
+TEST(LoadModelCuda, RefusesAHeadInBytes) {
+  Context cpu(2);
+  const TempFolder folder;
+  std::filesystem::create_directory(folder.path() / "f32");
+  const Model model(preset_config("tiny", true));
+  save_model(model, folder.path() / "f32", DType::kF32);
+  convert_checkpoint(folder.path() / "f32", folder.path() / "fp8",
+                     {.weights = ByteType::kE4M3, .head_in_bytes = true});
+  for (const auto& [name, options] :
+       {std::pair("f32", LoadOptions{.weights = ByteType::kE4M3, .head_in_bytes = true}),
+        std::pair("fp8", LoadOptions{})}) {
+    try {
+      loads_in_bytes(folder.path() / name, options);
+      FAIL() << name;
+    } catch (const InputError& error) {
+      EXPECT_NE(std::string(error.what()).find("runs on the CPU alone"), std::string::npos);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace twell

@@ -28,7 +28,10 @@ bool aligned(const TensorInfo& info) {
 class MappedModel : public ModelView {
  public:
   MappedModel(Context& ctx, OpenCheckpoint opened, const LoadOptions& options)
-      : opened_(std::move(opened)), quantises_(quantises(opened_, options)) {
+      : opened_(std::move(opened)),
+        quantises_(quantises(opened_, options)),
+        quantises_head_(quantises_head(opened_, options)) {
+    if (quantises_head_) opened_.untie_head();
     reserve();
     std::unordered_map<const TensorInfo*, TensorPlace> places;
     std::vector<WeightMatrix> views;
@@ -51,7 +54,7 @@ class MappedModel : public ModelView {
     for (size_t i = 0; i < views.size(); ++i) {
       const ParamSpec& spec = opened_.table[i];
       if (in_int8(spec)) {
-        opened_.bytes ? copy_int8(spec, views[i]) : quantise(ctx, spec, views[i]);
+        opened_.in_bytes(spec) ? copy_int8(spec, views[i]) : quantise(ctx, spec, views[i]);
         continue;
       }
       if (!opened_.in_bytes(spec)) continue;
@@ -67,19 +70,31 @@ class MappedModel : public ModelView {
   static bool quantises(const OpenCheckpoint& opened, const LoadOptions& options) {
     if (!options.weights) return false;
     TWELL_REQUIRE(*options.weights == ByteType::kInt8, "fp8 weights need a GPU");
-    TWELL_REQUIRE(!opened.bytes || *opened.bytes == ByteType::kInt8,
+    TWELL_REQUIRE(!opened.bytes || opened.bytes->type == ByteType::kInt8,
                   "{}: the weights are in {} already; they do not become int8",
-                  opened.tensors.source(), byte_option_name(*opened.bytes));
+                  opened.tensors.source(), byte_option_name(opened.bytes->type));
     return !opened.bytes;
   }
+  static bool quantises_head(const OpenCheckpoint& opened, const LoadOptions& options) {
+    if (!options.head_in_bytes) return false;
+    const bool int8 = options.weights == ByteType::kInt8 ||
+                      (opened.bytes && opened.bytes->type == ByteType::kInt8);
+    TWELL_REQUIRE(int8,
+                  "an output head in 8 bits needs projections in int8: --weights int8, or a "
+                  "checkpoint in int8; {} is in {}",
+                  opened.tensors.source(),
+                  opened.bytes ? byte_option_name(opened.bytes->type) : "floats");
+    return !opened.bytes || !opened.bytes->head;
+  }
   bool in_int8(const ParamSpec& spec) const {
-    return is_projection(spec) && (quantises_ || opened_.bytes == ByteType::kInt8);
+    if (opened_.in_bytes(spec)) return opened_.bytes->type == ByteType::kInt8;
+    return (quantises_ && is_projection(spec)) || (quantises_head_ && is_head(spec));
   }
   static int64_t outputs_of(const ParamSpec& spec) {
     return spec.transposed ? spec.cols : spec.rows;
   }
   // Whether its bytes are read where the file has them.
-  bool stays(const ParamSpec& spec) const { return !quantises_ && !spec.transposed; }
+  bool stays(const ParamSpec& spec) const { return opened_.in_bytes(spec) && !spec.transposed; }
   WeightMatrix place_int8(const ParamSpec& spec, const TensorInfo& info) {
     const std::byte* at = info.bytes.data();
     if (!stays(spec)) {
@@ -190,12 +205,13 @@ class MappedModel : public ModelView {
   }
 
   OpenCheckpoint opened_;
-  const bool quantises_;
-  Buffer<float> vectors_;  // norms and biases
+  const bool quantises_;       // the projections
+  const bool quantises_head_;  // the output head
+  Buffer<float> vectors_;      // norms and biases
   int64_t vectors_used_ = 0;
   Buffer<std::byte> copies_;  // down_proj, and tensors that are not aligned
   int64_t copies_used_ = 0;
-  Buffer<float> scales_;  // of projections in int8
+  Buffer<float> scales_;  // of weights in int8
   int64_t scales_used_ = 0;
 };
 

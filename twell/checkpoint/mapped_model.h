@@ -5,8 +5,9 @@
 // executions need a neuron per row. The pages of the file that were copied are released, so a
 // process holds each weight once.
 //
-// Projections in int8 stay in the file too. With options.weights int8, those of a file of floats
-// are quantised, into memory. Projections in e4m3 are widened to f32.
+// Projections and an output head in int8 stay in the file too. With options.weights int8 and
+// options.head_in_bytes, those of a file of floats are quantised, into memory; the head of tied
+// embeddings becomes a matrix of its own. Weights in e4m3 are widened to f32.
 //
 // Loading checks what load_model checks (checkpoint.h), in one pass on all threads. The files must
 // not be changed afterwards; replacing a folder, as twell's own commands do, leaves the mapped

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "twell/base/error.h"
 
@@ -14,6 +15,26 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr const char* kMethod = "compressed-tensors";
+constexpr const char* kLinear = "Linear";  // torch's class of projections and of the head
+constexpr const char* kHead = "lm_head";
+
+// A module in `targets` or `ignore` that is the output head, by its name or as a regular
+// expression.
+bool names_head(const json& module) {
+  for (const char* name : {kHead, "re:lm_head", "re:.*lm_head", "re:.*lm_head$", "re:^lm_head$"}) {
+    if (module == name) return true;
+  }
+  return false;
+}
+
+// The entries of a list of modules, which may be absent or null.
+std::vector<json> modules(const JsonFields& fields, const char* name) {
+  const json* list = fields.find(name);
+  if (list == nullptr || list->is_null()) return {};
+  TWELL_REQUIRE(list->is_array(), "{}: {} must be a list of modules, got {}", fields.where(), name,
+                show(*list));
+  return {list->begin(), list->end()};
+}
 
 const char* format_name(ByteType type) {
   return type == ByteType::kE4M3 ? "float-quantized" : "int-quantized";
@@ -50,7 +71,7 @@ void require_scheme(const JsonFields& scheme, ByteType type, const char* strateg
 
 }  // namespace
 
-std::optional<ByteType> parse_quantization(const JsonFields& config) {
+std::optional<ByteWeights> parse_quantization(const JsonFields& config) {
   if (config.find("quantization_config") == nullptr) return {};
   const JsonFields fields(config.object("quantization_config"),
                           config.where() + ": quantization_config");
@@ -78,7 +99,13 @@ std::optional<ByteType> parse_quantization(const JsonFields& config) {
   TWELL_REQUIRE(groups.size() == 1, "{}: {} config_groups are not supported; supported is one",
                 fields.where(), groups.size());
   const JsonFields group(groups.front(), fields.where() + ": " + groups.begin().key());
-  require_value(group, "targets", {json::array({"Linear"})});
+  const std::vector<json> targets = modules(group, "targets");
+  TWELL_REQUIRE(
+      std::ranges::count(targets, json(kLinear)) == 1 &&
+          std::ranges::all_of(
+              targets, [](const json& target) { return target == kLinear || names_head(target); }),
+      "{}: targets {} is not supported; supported are [\"{}\"] and [\"{}\", \"{}\"]", group.where(),
+      show(group.value().value("targets", json())), kLinear, kLinear, kHead);
   require_value(group, "format", {format});
   require_value(group, "output_activations", {nullptr});
   require_scheme(JsonFields(group.object("weights"), group.where() + ": weights"), type, "channel",
@@ -89,10 +116,11 @@ std::optional<ByteType> parse_quantization(const JsonFields& config) {
   require_scheme(
       JsonFields(group.object("input_activations"), group.where() + ": input_activations"), type,
       "token", true);
-  return type;
+  return ByteWeights{type, !std::ranges::any_of(modules(fields, "ignore"), names_head)};
 }
 
-ordered_json quantization_to_json(ByteType type) {
+ordered_json quantization_to_json(ByteWeights weights) {
+  const auto [type, head] = weights;
   const auto scheme = [&](const char* strategy, bool dynamic) {
     return ordered_json{{"num_bits", 8},       {"type", number_name(type)},
                         {"symmetric", true},   {"strategy", strategy},
@@ -104,17 +132,19 @@ ordered_json quantization_to_json(ByteType type) {
           {"quantization_status", "compressed"},
           {"config_groups",
            {{"group_0",
-             {{"targets", {"Linear"}},
+             {{"targets", head ? ordered_json{kLinear, kHead} : ordered_json{kLinear}},
               {"weights", scheme("channel", false)},
               {"input_activations", scheme("token", true)},
               {"output_activations", nullptr}}}}},
-          {"ignore", {"lm_head"}},
+          {"ignore", head ? ordered_json::array() : ordered_json{kHead}},
           {"kv_cache_scheme", nullptr}};
 }
 
 bool is_projection(const ParamSpec& spec) {
   return !spec.is_vector && spec.name.starts_with("model.layers.");
 }
+
+bool is_head(const ParamSpec& spec) { return spec.name == "lm_head.weight"; }
 
 std::string scale_name(const std::string& weight_name) { return weight_name + "_scale"; }
 

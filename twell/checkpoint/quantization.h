@@ -7,7 +7,10 @@
 // and each projection X of a layer is stored as
 //   X.weight        F8_E4M3 or I8 [outputs, inputs]
 //   X.weight_scale  F32, BF16 or F16 [outputs, 1]
-// Norms, biases, the embedding and the output head are floats as ever.
+// The output head lm_head is stored so too where `ignore` does not name it; we name it in `targets`
+// beside "Linear", where vLLM and SGLang look for it, and such a model's embeddings are not tied.
+// Norms, biases and the embedding are floats as ever: engines read embeddings in 8 bits in another,
+// packed format only, or not at all.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -20,14 +23,16 @@
 
 namespace twell {
 
-// The type of the projections' weights; none where config.json has no quantization_config.
-// InputError names the first part of another scheme.
-std::optional<ByteType> parse_quantization(const JsonFields& config);
+// None where config.json has no quantization_config. InputError names the first part of another
+// scheme.
+std::optional<ByteWeights> parse_quantization(const JsonFields& config);
 // The value of quantization_config.
-nlohmann::ordered_json quantization_to_json(ByteType type);
+nlohmann::ordered_json quantization_to_json(ByteWeights weights);
 
-// Whether this parameter is stored in 8 bits in such a checkpoint: the projections of layers.
+// The projections of layers, which are stored in 8 bits in such a checkpoint, and the output head,
+// which may be. A tied model has no parameter for its head.
 bool is_projection(const ParamSpec& spec);
+bool is_head(const ParamSpec& spec);
 // "X.weight_scale" of "X.weight".
 std::string scale_name(const std::string& weight_name);
 

@@ -70,12 +70,34 @@ std::string refusal_of_config(const json& config) {
 }
 
 TEST(QuantizationTest, ReadsWhatIsPublishedAndWhatIsWritten) {
-  EXPECT_EQ(parse_quantization(JsonFields(published(), "config.json")), ByteType::kE4M3);
+  EXPECT_EQ(parse_quantization(JsonFields(published(), "config.json")),
+            (ByteWeights{ByteType::kE4M3}));
   for (const ByteType type : {ByteType::kE4M3, ByteType::kInt8}) {
-    const json written = {{"quantization_config", quantization_to_json(type)}};
-    EXPECT_EQ(parse_quantization(JsonFields(written, "config.json")), type);
+    for (const bool head : {false, true}) {
+      const ByteWeights weights{type, head};
+      const json written = {{"quantization_config", quantization_to_json(weights)}};
+      EXPECT_EQ(parse_quantization(JsonFields(written, "config.json")), weights);
+      const json& config = written["quantization_config"];
+      EXPECT_EQ(config["ignore"], head ? json::array() : json({"lm_head"}));
+      EXPECT_EQ(config["config_groups"]["group_0"]["targets"],
+                head ? json({"Linear", "lm_head"}) : json({"Linear"}));
+    }
   }
   EXPECT_EQ(parse_quantization(JsonFields(json::object(), "config.json")), std::nullopt);
+}
+
+TEST(QuantizationTest, TheHeadIsInBytesUnlessItIsIgnored) {
+  const auto head = [](const json& targets, const json& ignore) {
+    json config = published();
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = targets;
+    config["quantization_config"]["ignore"] = ignore;
+    return parse_quantization(JsonFields(config, "config.json"))->head;
+  };
+  EXPECT_FALSE(head({"Linear"}, {"re:.*lm_head"}));
+  EXPECT_FALSE(head({"Linear"}, {"model.vision", "lm_head"}));
+  EXPECT_TRUE(head({"Linear"}, json::array()));
+  EXPECT_TRUE(head({"Linear"}, nullptr));
+  EXPECT_TRUE(head({"Linear", "re:.*lm_head$"}, json::array()));
 }
 
 TEST(QuantizationTest, RefusesOtherSchemesByName) {
@@ -100,6 +122,9 @@ TEST(QuantizationTest, RefusesOtherSchemesByName) {
   EXPECT_THAT(with((group + "/input_activations").c_str(), nullptr),
               HasSubstr("input_activations"));
   EXPECT_THAT(with((group + "/targets").c_str(), {"re:.*q_proj"}), HasSubstr("q_proj"));
+  EXPECT_THAT(with((group + "/targets").c_str(), {"Linear", "Embedding"}), HasSubstr("Embedding"));
+  EXPECT_THAT(with((group + "/targets").c_str(), {"lm_head"}), HasSubstr("lm_head"));
+  EXPECT_THAT(with("/ignore", "lm_head"), HasSubstr("ignore must be a list"));
   json two = published();
   two["quantization_config"]["config_groups"]["group_1"] =
       two["quantization_config"]["config_groups"]["group_0"];
@@ -126,6 +151,25 @@ class QuantizedCheckpointTest : public ::testing::Test {
     convert_checkpoint(folder_.path() / "original", out, {.weights = type});
     return out;
   }
+  // A model like model_, and its folder, "tied" or "untied".
+  std::unique_ptr<Model> saved(bool tied) {
+    ModelConfig config = model_->config;
+    config.tied_embeddings = tied;
+    auto model = std::make_unique<Model>(config);
+    init_weights(ctx_, *model, 7);
+    std::filesystem::create_directory(folder_of(tied));
+    save_model(*model, folder_of(tied), DType::kF32);
+    return model;
+  }
+  std::filesystem::path folder_of(bool tied) { return folder_.path() / (tied ? "tied" : "untied"); }
+  // The specification: of the rows in bf16.
+  static OwnedByteMatrix quantised(ByteType type, ConstMatrixF rows) {
+    std::vector<float> rounded;
+    for (int64_t r = 0; r < rows.rows; ++r) {
+      for (int64_t c = 0; c < rows.cols; ++c) rounded.push_back(to_float(to_bf16(rows(r, c))));
+    }
+    return quantise_rows(type, {rounded.data(), rows.rows, rows.cols});
+  }
   std::string refused(const std::filesystem::path& in) {
     try {
       load_model(ctx_, in);
@@ -143,7 +187,7 @@ class QuantizedCheckpointTest : public ::testing::Test {
 TEST_F(QuantizedCheckpointTest, HoldsTheQuantisedWeights) {
   for (const ByteType type : {ByteType::kE4M3, ByteType::kInt8}) {
     const std::filesystem::path in = converted(type);
-    EXPECT_EQ(load_weight_bytes(in), type);
+    EXPECT_EQ(load_weight_bytes(in), ByteWeights{type});
     const std::unique_ptr<Model> read = load_model(ctx_, in);
     const auto mapped = map_model(ctx_, in);
     for (size_t i = 0; i < read->table.size(); ++i) {
@@ -235,6 +279,129 @@ TEST_F(QuantizedCheckpointTest, RunsInt8OnTheCpuDenseAndSparse) {
       // A scale times a sum in place of a sum of scaled products: roundings of 2^-24.
       EXPECT_LT(std::sqrt(error / size), 1e-5) << tokens << " " << ffn_policy_name(policy);
     }
+  }
+}
+
+// The embedding stays as it is; a tied model gets a head of its own.
+TEST_F(QuantizedCheckpointTest, HoldsTheHeadInBytes) {
+  for (const bool tied : {true, false}) {
+    const std::unique_ptr<Model> model = saved(tied);
+    const auto& original = model->weights;
+    for (const ByteType type : {ByteType::kE4M3, ByteType::kInt8}) {
+      const std::filesystem::path in =
+          folder_of(tied).string() + "-" + std::string(byte_option_name(type));
+      convert_checkpoint(folder_of(tied), in, {.weights = type, .head_in_bytes = true});
+      EXPECT_EQ(load_weight_bytes(in), (ByteWeights{type, true}));
+      const std::unique_ptr<Model> read = load_model(ctx_, in);
+      EXPECT_FALSE(read->config.tied_embeddings);
+      const OwnedByteMatrix want = quantised(type, original.head);
+      for (int64_t r = 0; r < want.rows; ++r) {
+        for (int64_t c = 0; c < want.cols; ++c) {
+          ASSERT_EQ(read->weights.head(r, c), want.view().at(r, c)) << r << ", " << c;
+          ASSERT_EQ(read->weights.embedding(r, c), original.embedding(r, c)) << r << ", " << c;
+        }
+      }
+      const CheckpointTensors tensors(in);
+      EXPECT_EQ(tensors.find("lm_head.weight")->dtype, byte_type_name(type));
+      EXPECT_EQ(tensors.find("lm_head.weight_scale")->shape, (std::vector<int64_t>{64, 1}));
+      EXPECT_EQ(tensors.find("model.embed_tokens.weight")->dtype, "F32");
+      if (type != ByteType::kInt8) continue;
+      // At load, from floats and from projections in int8: the same bits.
+      convert_checkpoint(folder_of(tied), in.string() + "-body", {.weights = type});
+      convert_checkpoint(in.string() + "-body", in.string() + "-later", {.head_in_bytes = true});
+      const LoadOptions both{.weights = type, .head_in_bytes = true};
+      const LoadOptions head{.head_in_bytes = true};
+      for (const auto& loaded :
+           {map_model(ctx_, in), map_model(ctx_, in, both), map_model(ctx_, folder_of(tied), both),
+            map_model(ctx_, in.string() + "-body", head),
+            map_model(ctx_, in.string() + "-later")}) {
+        EXPECT_FALSE(loaded->config.tied_embeddings);
+        const WeightMatrix& got = loaded->stored.head;
+        ASSERT_EQ(got.dtype, DType::kI8);
+        EXPECT_EQ(std::memcmp(got.data, want.values.data(), want.values.size()), 0);
+        EXPECT_EQ(std::vector<float>(got.scales, got.scales + got.rows), want.scales);
+        ASSERT_EQ(loaded->stored.embedding.dtype, DType::kF32);
+        EXPECT_EQ(std::memcmp(loaded->stored.embedding.data, original.embedding.data,
+                              static_cast<size_t>(want.rows * want.cols) * sizeof(float)),
+                  0);
+      }
+    }
+  }
+}
+
+// The scales multiply exact sums, so the error against the matrix that the bytes stand for is that
+// of the sums; against the floats it is half a step for each input, and bf16's half ulp.
+TEST_F(QuantizedCheckpointTest, ComputesLogitsWithAHeadInInt8) {
+  const std::unique_ptr<Model> model = saved(/*tied=*/true);
+  const auto loaded =
+      map_model(ctx_, folder_of(true), {.weights = ByteType::kInt8, .head_in_bytes = true});
+  const OwnedByteMatrix bytes = quantised(ByteType::kInt8, model->weights.head);
+  const ConstMatrixF head = model->weights.head;
+  const int64_t width = head.cols;
+  for (const int64_t tokens : {1, 3, 16, 17, 129}) {
+    std::vector<float> x(static_cast<size_t>(tokens * width));
+    for (size_t i = 0; i < x.size(); ++i) x[i] = std::sin(static_cast<float>(i) * 0.37f);
+    std::vector<float> got(static_cast<size_t>(tokens * head.rows), NAN);
+    logits(ctx_, *loaded, {x.data(), tokens, width}, {got.data(), tokens, head.rows});
+    for (int64_t m = 0; m < tokens; ++m) {
+      for (int64_t v = 0; v < head.rows; ++v) {
+        double sum = 0, floats = 0, size = 0, inputs = 0;
+        for (int64_t i = 0; i < width; ++i) {
+          const double value = x[static_cast<size_t>(m * width + i)];
+          sum += value * bytes.view().at(v, i);
+          floats += value * double{head(v, i)};
+          size += std::abs(value * bytes.view().at(v, i));
+          inputs += std::abs(value);
+        }
+        const float logit = got[static_cast<size_t>(m * head.rows + v)];
+        const double rounding = static_cast<double>(width + 2) * 0x1p-24 * size;
+        ASSERT_NEAR(logit, sum, rounding) << m << ", " << v;
+        const double step = bytes.scales[static_cast<size_t>(v)];
+        ASSERT_NEAR(logit, floats, rounding + inputs * (0.5 * step + 127 * step * 0x1p-9));
+      }
+    }
+  }
+}
+
+TEST_F(QuantizedCheckpointTest, RefusesAHeadInBytesAlone) {
+  saved(/*tied=*/true);
+  EXPECT_THROW(map_model(ctx_, folder_of(true), {.head_in_bytes = true}), InputError);
+  EXPECT_THROW(convert_checkpoint(folder_of(true), folder_.path() / "out", {.head_in_bytes = true}),
+               InputError);
+  EXPECT_FALSE(std::filesystem::exists(folder_.path() / "out"));
+  convert_checkpoint(folder_of(true), folder_.path() / "fp8", {.weights = ByteType::kE4M3});
+  EXPECT_THROW(map_model(ctx_, folder_.path() / "fp8", {.head_in_bytes = true}), InputError);
+}
+
+// The index names the new tensors, also where the file has tied embeddings under the head's name.
+TEST_F(QuantizedCheckpointTest, GivesShardsAHead) {
+  const std::unique_ptr<Model> model = saved(/*tied=*/true);
+  for (const char* name : {"model.embed_tokens.weight", "lm_head.weight"}) {
+    const std::filesystem::path in = folder_.path() / (std::string("shards-") + name);
+    std::filesystem::create_directory(in);
+    std::filesystem::copy_file(folder_of(true) / kConfigFile, in / kConfigFile);
+    const SafetensorsFile file(folder_of(true) / kWeightsFile);
+    std::vector<TensorToWrite> tensors;
+    json map;
+    for (const TensorInfo* info : file.file_order()) {
+      const bool embedding = info->name == "model.embed_tokens.weight";
+      tensors.push_back({embedding ? name : info->name, info->dtype, info->shape,
+                         [info](const auto& sink) { sink(info->bytes); }});
+      map[tensors.back().name] = "one.safetensors";
+    }
+    write_safetensors(in / "one.safetensors", tensors, {});
+    write_file_atomic(in / kIndexFile,
+                      json{{"metadata", {{"total_size", 1}}}, {"weight_map", map}}.dump());
+    const std::filesystem::path out = in.string() + "-int8";
+    convert_checkpoint(in, out, {.weights = ByteType::kInt8, .head_in_bytes = true});
+    const std::unique_ptr<Model> read = load_model(ctx_, out);
+    const OwnedByteMatrix want = quantised(ByteType::kInt8, model->weights.head);
+    EXPECT_EQ(read->weights.head(5, 3), want.view().at(5, 3));
+    EXPECT_EQ(read->weights.embedding(5, 3), model->weights.embedding(5, 3));
+    const CheckpointTensors written(out);
+    int64_t size = 0;
+    for (const TensorInfo* info : written.all()) size += std::ssize(info->bytes);
+    EXPECT_EQ(json::parse(read_file(out / kIndexFile))["metadata"]["total_size"], size);
   }
 }
 

@@ -20,6 +20,9 @@ struct LoadOptions {
   // Projections of layers in 8 bits, also of a checkpoint that stores them as floats; none: as
   // stored.
   std::optional<ByteType> weights = {};
+  // The output head in the type of the projections too, also of a checkpoint that stores it as
+  // floats.
+  bool head_in_bytes = false;
 };
 
 // Reads each tensor of a float dtype to the place that place_of returns.

@@ -22,6 +22,13 @@ namespace twell {
 
 enum class ByteType { kE4M3, kInt8 };
 
+// What of a model is in 8 bits: the projections of its layers, and the output head too.
+struct ByteWeights {
+  ByteType type = ByteType::kE4M3;
+  bool head = false;
+  bool operator==(const ByteWeights&) const = default;
+};
+
 // Safetensors spelling: "F8_E4M3", "I8".
 std::string_view byte_type_name(ByteType type);
 
