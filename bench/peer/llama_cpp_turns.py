@@ -77,9 +77,6 @@ class Llama:
         import llama_cpp
 
         self.lib = llama_cpp
-        llama_cpp.llama_backend_init()
-        self.quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p(0))
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = prompt + 64
@@ -142,6 +139,15 @@ def our_prompt(arguments, folder):
                    row[kind]["processor_seconds"] / arguments.prompt) for kind in ("dense", "sparse")}
 
 
+def quiet_library():
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    silent = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+    return silent  # lives as long as the library calls it
+
+
 def quantised(path, kind):
     import llama_cpp
 
@@ -155,6 +161,7 @@ def quantised(path, kind):
 
 
 def compare(arguments):
+    silent = quiet_library()  # noqa: F841
     peers = {"BF16": arguments.gguf} | {kind.upper(): quantised(arguments.gguf, kind) for kind in ("q8_0", "q4_0")}
     ours = {"bf16": arguments.checkpoint, "int8": arguments.int8}
     work = {"decoding one sequence": (our_generation, lambda llama: llama.generation(arguments.tokens)),
