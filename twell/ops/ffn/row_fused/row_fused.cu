@@ -9,6 +9,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/reduce.cuh"
+#include "twell/format/twell_reader.cuh"
 #include "twell/gpu/bf16_pair.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/ops/ffn/gate/gate_gemm_cuda.h"
@@ -74,10 +75,6 @@ struct NonzeroList {
   }
 };
 
-__device__ __forceinline__ int entry_neuron(uint32_t word, int tile) {
-  return (tile * 256 & ~0xffff) | static_cast<int>(word & 0xffffu);
-}
-
 // Appends the non-zeros among N consecutive values per lane, from the warp's neuron `first` on.
 template <int N>
 __device__ int append_dense(const uint16_t (&values)[N], int first, int size, NonzeroList& list) {
@@ -98,25 +95,25 @@ __device__ int list_row(const Problem& problem, int64_t row, NonzeroList& list) 
   int size = 0;
   for (int base = 0; base < problem.col_tiles; base += 32) {
     const int tile = base + lane_id();
-    const uint32_t* words = problem.words + (row * problem.col_tiles + tile) * problem.slots;
+    const uint32_t* words = twell_reader::tile_words(problem, row, tile);
     // One load brings the count and the first three non-zeros.
     const uint4 head = tile < problem.col_tiles ? *reinterpret_cast<const uint4*>(words) : uint4{};
     const int count = static_cast<int>(head.x);
-    const bool spilled = count >= problem.slots;
+    const bool spilled = twell_reader::is_spilled(problem, count);
     int total;
     int at = size + warp_prefix(count, total);
     if (!spilled) {
       for (int i = 0; i < count; ++i) {
         const uint32_t word = i == 0 ? head.y : i == 1 ? head.z : i == 2 ? head.w : words[i + 1];
-        list.set(at + i, entry_neuron(word, tile), word >> 16);
+        list.set(at + i, twell_reader::neuron(word, tile), twell_reader::bf16_bits(word));
       }
     }
     for (uint32_t left = __ballot_sync(~0u, spilled); left != 0; left &= left - 1) {
       const int from = __ffs(left) - 1;
       const uint32_t slot = __shfl_sync(~0u, head.y, from);
       const int begin = __shfl_sync(~0u, at, from);
-      const uint4 eight =
-          *reinterpret_cast<const uint4*>(problem.spill + int64_t{slot} * 256 + lane_id() * 8);
+      const uint4 eight = *reinterpret_cast<const uint4*>(
+          twell_reader::spilled_values(problem, slot) + lane_id() * 8);
       uint16_t values[8];
       *reinterpret_cast<uint4*>(values) = eight;
       append_dense(values, (base + from) * 256, begin, list);
@@ -130,19 +127,19 @@ __device__ int list_row(const Problem& problem, int64_t row, NonzeroList& list) 
 // Lists the non-zeros of a quarter of one (row, tile), at most kListed; returns their number.
 __device__ int list_quarter(const Problem& problem, int64_t row, int tile, int quarter,
                             NonzeroList& list) {
-  const uint32_t* words = problem.words + (row * problem.col_tiles + tile) * problem.slots;
+  const uint32_t* words = twell_reader::tile_words(problem, row, tile);
   const int count = static_cast<int>(words[0]);
   int size;
-  if (count < problem.slots) {
+  if (!twell_reader::is_spilled(problem, count)) {
     const int begin = count * quarter / 4, end = count * (quarter + 1) / 4;
     for (int i = begin + lane_id(); i < end; i += 32) {
       const uint32_t word = words[i + 1];
-      list.set(i - begin, entry_neuron(word, tile), word >> 16);
+      list.set(i - begin, twell_reader::neuron(word, tile), twell_reader::bf16_bits(word));
     }
     size = end - begin;
   } else {
     const uint32_t two = *reinterpret_cast<const uint32_t*>(
-        problem.spill + int64_t{words[1]} * 256 + quarter * 64 + lane_id() * 2);
+        twell_reader::spilled_values(problem, words[1]) + quarter * 64 + lane_id() * 2);
     const uint16_t values[2] = {static_cast<uint16_t>(two), static_cast<uint16_t>(two >> 16)};
     size = append_dense(values, tile * 256 + quarter * 64, 0, list);
   }

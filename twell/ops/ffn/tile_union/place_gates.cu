@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "twell/format/twell_reader.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/ops/ffn/tile_union/tile_union_kernels.h"
@@ -48,10 +49,9 @@ struct Pairs {
       const int slot = first_slot + index / count, col_tile = first + index % count;
       const int token = index < pairs ? tokens[slot] : -1;
       if (token >= 0) {
-        const auto* source = reinterpret_cast<const uint4*>(
-            gate.words + (int64_t{token} * gate.col_tiles + col_tile) * gate.slots);
+        const uint4* source = twell_reader::tile_quads(gate, token, col_tile);
         const uint4 head = source[0];
-        if (static_cast<int>(head.x) < gate.slots) {
+        if (!twell_reader::is_spilled(gate, static_cast<int>(head.x))) {
           packed(source, head, slot, col_tile, visit);
         } else {
           spilled->list[atomicAdd(&spilled->count[batch], 1)] =
@@ -73,7 +73,8 @@ struct Pairs {
     const int non_zeros = static_cast<int>(head.x);
     const auto entry = [&](int i, uint32_t word) {
       if (i <= non_zeros) {
-        visit.entry(slot, col_tile * 256 + static_cast<int>(word & 0xff), word >> 16);
+        visit.entry(slot, col_tile * 256 + static_cast<int>(twell_reader::column(word)),
+                    twell_reader::bf16_bits(word));
       }
     };
     entry(1, head.y);
@@ -101,7 +102,7 @@ struct Pairs {
   __device__ void read_spilled(int tiles, const Visit& visit) const {
     const int lane = threadIdx.x % 32;
     const auto load = [&](int i) {
-      return i < tiles ? gate.spill[int64_t{spilled->list[i].y} * 32 + lane] : uint4{};
+      return i < tiles ? twell_reader::spilled_values(gate, spilled->list[i].y)[lane] : uint4{};
     };
     uint4 next = load(threadIdx.x / 32);
     for (int i = threadIdx.x / 32; i < tiles; i += kThreads / 32) {

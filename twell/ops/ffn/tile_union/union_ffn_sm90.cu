@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "twell/format/twell_reader.cuh"
 #include "twell/gpu/bf16_pair.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/sm90/tensor_map.h"
@@ -102,7 +103,8 @@ struct GatePlaces {
         const uint4& of = next[j / 4];
         const uint32_t word = j % 4 == 0 ? of.x : j % 4 == 1 ? of.y : j % 4 == 2 ? of.z : of.w;
         if (i + j == 0 || i + j > non_zeros) continue;
-        put(base + word / 32 % 8, word % 32, row, word >> 16);
+        put(base + twell_reader::mask_word(word), twell_reader::mask_bit(word), row,
+            twell_reader::bf16_bits(word));
       }
     }
   }
@@ -393,13 +395,12 @@ __device__ __forceinline__ void place_gates(const Up& gemm,
 #pragma unroll 1
       for (int t = window; t < end; ++t) {
         if (token < 0 || listed[t] <= kListed) continue;
-        const auto* source = reinterpret_cast<const uint4*>(
-            gate.words + (int64_t{token} * gate.col_tiles + t) * gate.slots);
+        const uint4* source = twell_reader::tile_quads(gate, token, t);
         const uint4 head = source[0];
-        if (static_cast<int>(head.x) < gate.slots) {
+        if (!twell_reader::is_spilled(gate, static_cast<int>(head.x))) {
           places.put_packed(source, static_cast<int>(head.x), (t - window) * 8, thread);
         } else {
-          places.put_spilled(gate.spill + int64_t{head.y} * 32, (t - window) * 8,
+          places.put_spilled(twell_reader::spilled_values(gate, head.y), (t - window) * 8,
                              max(low - t * 256, 0), min(high + 1 - t * 256, 256), thread);
         }
       }

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "twell/format/activity_cuda.h"
+#include "twell/format/twell_reader.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/gpu/sync.cuh"
@@ -175,11 +176,6 @@ struct Columns {
   __device__ int words() const { return count * (256 / 32); }
 };
 
-__device__ __forceinline__ const uint4* tile_words(const Gate& gate, int token, int col_tile) {
-  return reinterpret_cast<const uint4*>(gate.words +
-                                        (int64_t{token} * gate.col_tiles + col_tile) * gate.slots);
-}
-
 // Adds the packed activations of a column tile to the tile's union and, with Listing, to its list
 // of non-zeros.
 template <bool Listing>
@@ -207,10 +203,11 @@ struct ColumnTile {
     }
     const auto entry = [&](int i, uint32_t word) {
       if (i > non_zeros) return;
-      atomicOr(&mask[word / 32 % 8], 1u << (word % 32));
+      atomicOr(&mask[twell_reader::mask_word(word)], 1u << twell_reader::mask_bit(word));
       if constexpr (Listing) {
         if (at + i < kListed) {
-          entries[at + i] = (word & 0xffff0000u) | static_cast<uint32_t>(slot) << 8 | (word & 0xff);
+          entries[at + i] =
+              (word & 0xffff0000u) | static_cast<uint32_t>(slot) << 8 | twell_reader::column(word);
         }
       }
     };
@@ -251,7 +248,7 @@ __device__ __forceinline__ void mark_spilled(const Gate& gate, const int2* list,
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       const int at = i + j * kWarps;
-      if (at < tiles) values[j] = gate.spill[int64_t{list[at].y} * 32 + lane];
+      if (at < tiles) values[j] = twell_reader::spilled_values(gate, list[at].y)[lane];
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
@@ -384,8 +381,9 @@ struct PartFinder {
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const int i = from + j * kStride;
-        heads[j] =
-            token >= 0 && i < columns.count ? *tile_words(gate, token, columns.first + i) : uint4{};
+        heads[j] = token >= 0 && i < columns.count
+                       ? *twell_reader::tile_quads(gate, token, columns.first + i)
+                       : uint4{};
       }
     }
   }
@@ -535,7 +533,7 @@ struct PartFinder {
       for (int j = 0; j < kAhead; ++j) {
         const int i = batch + first + j * kStride, non_zeros = static_cast<int>(heads[j].x);
         next[j] = token >= 0 && non_zeros > 3 && non_zeros < gate.slots
-                      ? tile_words(gate, token, columns.first + i)[1]
+                      ? twell_reader::tile_quads(gate, token, columns.first + i)[1]
                       : uint4{};
       }
       if (judging) gpu::add_release(&tiles.counts->judged, 1);  // while the loads are in flight
@@ -544,7 +542,8 @@ struct PartFinder {
       for (int j = 0; j < kAhead; ++j) {
         const int i = batch + first + j * kStride;
         if (i >= columns.count) break;
-        const bool spilled = token >= 0 && static_cast<int>(heads[j].x) >= gate.slots;
+        const bool spilled =
+            token >= 0 && twell_reader::is_spilled(gate, static_cast<int>(heads[j].x));
         if (spilled) {
           shared.list[atomicAdd(&shared.spilled[odd], 1)] = int2{i, static_cast<int>(heads[j].y)};
           if constexpr (kVariant == Variant::kListing) atomicAdd(listed + i, kListed + 1);
@@ -552,8 +551,8 @@ struct PartFinder {
         __syncwarp();
         const ColumnTile<kVariant == Variant::kListing> column_tile{mask + i * 8, listed + i,
                                                                     entries + int64_t{i} * kListed};
-        column_tile.add(tile_words(gate, max(token, 0), columns.first + i), heads[j], next[j],
-                        token >= 0 && !spilled ? static_cast<int>(heads[j].x) : 0, slot);
+        column_tile.add(twell_reader::tile_quads(gate, max(token, 0), columns.first + i), heads[j],
+                        next[j], token >= 0 && !spilled ? static_cast<int>(heads[j].x) : 0, slot);
       }
       __syncthreads();
       if (const int spilled = shared.spilled[odd]; spilled > 0) {
