@@ -42,6 +42,7 @@ th, td { padding: 3px 10px; text-align: right; white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; border-bottom: 1px solid var(--line); }
 td.text, th.text { text-align: left; }
 td.text { font-family: ui-monospace, monospace; white-space: pre; }
+td.long { white-space: pre-wrap; overflow-wrap: anywhere; }
 .pair { display: flex; flex-wrap: wrap; gap: 48px; }
 @media (max-width: 760px) {
   body { padding: 16px; }

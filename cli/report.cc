@@ -167,7 +167,7 @@ void add_report_command(Command& root, CommonOptions& common) {
   command.value(
       "--html", html_file.get(), "FILE",
       "Write a page with the curves of the run: loss, validation, active and dead neurons, "
-      "speed");
+      "speed; and the texts of --sample-every");
   command.footer(
       "Reads OUT/metrics.jsonl and, where there is one, the last row of OUT/bench.jsonl\n"
       "(twell bench forward --jsonl OUT/bench.jsonl); writes OUT/report.json.\n\n"

@@ -16,7 +16,8 @@ namespace {
 using Rows = std::vector<nlohmann::json>;
 using Values = std::vector<double>;
 
-constexpr size_t kPoints = 60;  // of a curve; each is the mean of the steps around it
+constexpr size_t kSampledSteps = 8;  // of which texts are shown
+constexpr size_t kPoints = 60;       // of a curve; each is the mean of the steps around it
 
 double highest(const std::vector<Values>& curves) {
   double most = 0.0;
@@ -63,7 +64,10 @@ class Course {
 class Page {
  public:
   Page(const nlohmann::json& report, const Rows& metrics)
-      : report_(report), trained_(with("ce", metrics)), validated_(with("val_ce", metrics)) {}
+      : report_(report),
+        trained_(with("ce", metrics)),
+        validated_(with("val_ce", metrics)),
+        sampled_(with("samples", metrics)) {}
 
   std::string html(const nlohmann::json& last) {
     out_ = html_head("Training of " + report_.at("checkpoint").get<std::string>());
@@ -74,6 +78,7 @@ class Page {
       chart("Speed", "Trained tokens per second.", trained_, "tokens/s", "",
             {{"", trained_.means("tokens_per_s"), 2}});
     }
+    samples();
     return out_ + "</body>\n</html>\n";
   }
 
@@ -155,8 +160,29 @@ class Page {
     out_ += "<h2>Active neurons by layer</h2>\n<p>Per token, in the last step.</p>\n" + bars.svg();
   }
 
+  // Evenly spaced steps with texts, the first and the last among them.
+  void samples() {
+    if (sampled_.empty()) return;
+    out_ +=
+        "<h2>Texts</h2>\n<p>What the model writes behind each prompt, drawn at temperature "
+        "0.8.</p>\n<table>\n<tr><th>step</th><th class='text'>text</th></tr>\n";
+    const size_t shown = std::min(sampled_.size(), kSampledSteps);
+    for (size_t i = 0; i < shown; ++i) {
+      const nlohmann::json& row =
+          sampled_[shown == 1 ? 0 : i * (sampled_.size() - 1) / (shown - 1)];
+      for (const nlohmann::json& sample : row.at("samples")) {
+        out_ += fmt::format("<tr><td>{}</td><td class='text long'><b>{}</b>{}</td></tr>\n",
+                            row.at("step").get<int64_t>(),
+                            html_escape(sample.at("prompt").get<std::string>()),
+                            html_escape(sample.at("text").get<std::string>()));
+      }
+    }
+    out_ += "</table>\n";
+  }
+
   const nlohmann::json& report_;
   const Course trained_, validated_;
+  const Rows sampled_;
   std::string out_;
 };
 

@@ -16,6 +16,7 @@
 #include "cli/process.h"
 #include "cli/progress_line.h"
 #include "cli/ranks.h"
+#include "cli/text_layout.h"
 #include "cli/train_flags.h"
 #include "twell/base/content_hash.h"
 #include "twell/base/context.h"
@@ -23,6 +24,7 @@
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/infer/text_sampler.h"
 #include "twell/train/chat_run.h"
 #include "twell/train/plan.h"
 #include "twell/train/run.h"
@@ -50,6 +52,7 @@ Examples:
   twell train --preset 0.5b --data docs/ --out runs/half --device cuda
   twell train --preset 0.5b --data docs/ --out runs/eight --gpus 8 --max-restarts 3
   torchrun --nnodes 2 --nproc-per-node 8 ... --no-python twell train --config run.toml
+  twell train --data docs/ --out runs/first --sample-every 100 --sample-prompt 'The '
   twell train --preset 0.5b --dry-run)";
 
 // What a run's data and first weights were made from. A resumed run has both already, so other
@@ -253,6 +256,16 @@ std::string starting_line(const ModelConfig& config, const TrainOptions& options
       resume_from ? fmt::format(", resumed at step {}", resume_from->step) : "");
 }
 
+// A text of the model in one line, or in two of most terminals, without what steers a terminal.
+std::string sample_line(const TextSample& sample) {
+  constexpr size_t kColumns = 160;
+  std::string text = "text: " + sample.prompt + sample.text;
+  for (char& c : text) {
+    if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') c = ' ';
+  }
+  return cut_to_width(text, kColumns);
+}
+
 // A run's command line, as all of its ranks have it.
 struct TrainCommand {
   Command& command;
@@ -319,6 +332,10 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
   return_freed_memory();  // frees tens of MiB of text and tables that the plan does not count
   config = match_tokenizer(flags.settings, config, tokenizer);
   line.tasks.check(config, tokenizer);
+  const TrainOptions checked = resolve_options(requested, config);
+  const TextSampler sampler(
+      config, tokenizer, stop_on_signals(),
+      {.prompts = checked.sample_prompts, .tokens = checked.sample_tokens, .seed = checked.seed});
   check_interrupted();
   std::optional<ShardSet> shard_set;
   ChatRun chat;
@@ -366,6 +383,7 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
                progress.log_sink(),
                {}};
   run.text_files = chats ? chat.text_files : started.text_files();
+  run.sample = [&](const Model& model) { return sampler.texts(ctx, model); };
   run.on_progress = [&](const Progress& now) {
     if (now.metrics.step == 0) {
       progress.print(fmt::format("validation CE {:.3f} before the first step", *now.validation_ce));
@@ -377,6 +395,7 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
                                  columns);
         },
         now.metrics.validation_ce.has_value());
+    for (const TextSample& sample : now.metrics.samples) progress.print(sample_line(sample));
   };
   started.make_engine(ctx, device, data, ranks.communicator());
   ranks.wait_for_all();  // reading a checkpoint takes any time

@@ -123,6 +123,61 @@ TEST_F(CliTest, TrainsAndARepeatIsTheSame) {
   EXPECT_EQ(weights("a"), weights("b"));
 }
 
+// Texts of the model stand in the metrics, on the console and in the report. They change no step,
+// and a resumed run goes on with them.
+TEST_F(CliTest, SamplesInTraining) {
+  const std::vector<std::string> every = {"--sample-every",  "3",     "--sample-prompt", "note <b>",
+                                          "--sample-prompt", "value", "--sample-tokens", "6"};
+  ASSERT_EQ(run(train("plain", {"--steps", "7"})).code, 0);
+  std::vector<std::string> more = {"--steps", "5", "--warmup-steps", "1", "--tensorboard"};
+  more.insert(more.end(), every.begin(), every.end());
+  const Result first = run(train("a", more));
+  ASSERT_EQ(first.code, 0) << first.err;
+  EXPECT_THAT(first.out, ContainsRegex("\ntext: note <b>.*\ntext: value"));
+  const Result resumed = run({"train", "--out", "a", "--resume", "--steps", "7"});
+  ASSERT_EQ(resumed.code, 0) << resumed.err;
+  const auto rows = [&](const std::string& out) {
+    std::vector<nlohmann::json> found;
+    std::istringstream lines(slurp(folder_ / out / "metrics.jsonl"));
+    for (std::string line; std::getline(lines, line);) {
+      found.push_back(nlohmann::json::parse(line));
+    }
+    return found;
+  };
+  std::vector<int64_t> sampled;
+  for (const nlohmann::json& row : rows("a")) {
+    if (!row.contains("samples")) continue;
+    sampled.push_back(row["step"]);
+    ASSERT_EQ(row["samples"].size(), 2u);
+    EXPECT_EQ(row["samples"][0]["prompt"], "note <b>");
+    EXPECT_FALSE(row["samples"][1]["text"].get<std::string>().empty());
+  }
+  EXPECT_EQ(sampled, (std::vector<int64_t>{3, 5, 6, 7}));
+  ASSERT_EQ(run(train("b", {"--steps", "7", "--warmup-steps", "1"})).code, 0);
+  std::vector<std::string> seven = more;
+  seven[1] = "7";
+  ASSERT_EQ(run(train("c", seven)).code, 0);
+  EXPECT_EQ(weights("b"), weights("c"));
+  EXPECT_EQ(rows("a").back()["samples"].size(), rows("c").back()["samples"].size());
+  ASSERT_EQ(run({"report", "--out", "a", "--html", "a.html"}).code, 0);
+  const std::string page = slurp(folder_ / "a.html");
+  EXPECT_THAT(page, HasSubstr("<h2>Texts</h2>"));
+  EXPECT_THAT(page, HasSubstr("<b>note &lt;b&gt;</b>"));
+  EXPECT_THAT(page, testing::Not(HasSubstr("note <b>")));
+
+  expect_refused(train("d", {"--sample-prompt", "x"}), "--sample-prompt goes with --sample-every");
+  expect_refused(train("d", {"--sample-every", "1", "--sample-tokens", "0"}), "must be 1 to");
+  const Result long_prompt =
+      run(train("d", {"--sample-every", "1", "--sample-prompt", std::string(200, 'x')}));
+  EXPECT_EQ(long_prompt.code, 2);
+  EXPECT_THAT(long_prompt.err, HasSubstr("the context of 16 leaves no room"));
+  EXPECT_EQ(run(train("d", {"--steps", "1"})).code, 0);  // the same folder, without the fault
+  fs::remove(folder_ / "d/shards/tokenizer.json");
+  expect_refused(
+      {"train", "--shards", "d/shards", "--out", "e", "--width", "16", "--sample-every", "1"},
+      "is no folder of shards, with manifest.json and tokenizer.json");
+}
+
 TEST_F(CliTest, ReportsARunWithABenchmarkOfEitherDevice) {
   ASSERT_EQ(run(train("r", {"--steps", "4", "--validate-every", "2"})).code, 0);
   const Result plain = run({"report", "--out", "r"});

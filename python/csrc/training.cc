@@ -25,6 +25,7 @@
 #include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
+#include "twell/infer/text_sampler.h"
 #include "twell/tokenizer/end_token.h"
 #include "twell/train/chat_run.h"
 #include "twell/train/option_table.h"
@@ -65,8 +66,18 @@ std::string in_words_of_python(const std::string& message) {
   return text;
 }
 
-// The text that sets an option to this value. InputError when the value is of another kind.
-std::string text_of_value(const Option& option, const std::string& name, const json& value) {
+// The texts that set an option to this value, or to the values of a list. InputError when one is
+// of another kind.
+std::vector<std::string> texts_of_value(const Option& option, const std::string& name,
+                                        const json& value) {
+  if (option.collects() && value.is_array()) {
+    std::vector<std::string> texts;
+    for (const json& element : value) {
+      TWELL_REQUIRE(element.is_string(), "option {}: {} is not a text", name, element.dump());
+      texts.push_back(element.get<std::string>());
+    }
+    return texts;
+  }
   const auto kind = [&]<typename T>(const T*) -> std::pair<bool, const char*> {
     if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>) {
       return {value.is_boolean(), "True or False"};
@@ -81,7 +92,7 @@ std::string text_of_value(const Option& option, const std::string& name, const j
   };
   const auto [fits, words] = std::visit(kind, option.target());
   TWELL_REQUIRE(fits, "option {}: {} is not {}", name, value.dump(), words);
-  return value.is_string() ? value.get<std::string>() : value.dump();
+  return {value.is_string() ? value.get<std::string>() : value.dump()};
 }
 
 // Where a run is, and how it computes.
@@ -135,7 +146,7 @@ class RunOptions {
       throw InputError(
           fmt::format("there is no option {}; the options are {}", name, fmt::join(names, ", ")));
     }
-    found->second.set({text_of_value(found->second, name, value)});
+    found->second.set(texts_of_value(found->second, name, value));
   }
   // What the run in `out` began with and was not given now. The command line saves all values as
   // text, and options that Python does not have.
@@ -151,7 +162,11 @@ class RunOptions {
       const bool other_length = (name == "steps" && given_.contains("tokens")) ||
                                 (name == "tokens" && given_.contains("steps"));
       if (found == options_.end() || given_.contains(name) || other_length) continue;
-      found->second.set({value.is_string() ? value.get<std::string>() : value.dump()});
+      if (value.is_array()) {
+        found->second.set(texts_of_value(found->second, name, value));
+      } else {
+        found->second.set({value.is_string() ? value.get<std::string>() : value.dump()});
+      }
       given_[name] = value;
     }
     given_.erase("resume");
@@ -181,22 +196,26 @@ class TrainingRun {
     const RunArguments& arguments = options_.arguments();
     const ModelConfig config = match_tokenizer(settings, requested_config(settings), tokenizer_);
     const TrainOptions requested = requested_options(settings, config).options;
+    const TrainOptions checked = resolve_options(requested, config);
+    sampler_.emplace(config, tokenizer_, stop_,
+                     TextSamplerOptions{.prompts = checked.sample_prompts,
+                                        .tokens = checked.sample_tokens,
+                                        .seed = checked.seed});
     const bool chats = !settings.chat_data.empty();
     if (!chats) shards_.emplace(arguments.shards, tokenizer_);
     folder_ = std::make_unique<RunFolder>(arguments.out, arguments.resume);
     if (arguments.resume) resume_from_ = folder_->resume_point({});
     if (chats) {
       ChatDataOptions options{.file = {},
-                              .length = resolve_options(requested, config).sequence_length,
-                              .seed = requested.seed,
+                              .length = checked.sequence_length,
+                              .seed = checked.seed,
                               .log = [](LogLevel, std::string_view) {},
                               .check = check_signals};
       chat_ = read_chat_data(ctx_, settings, config, tokenizer_,
                              resume_from_ ? resume_from_->folder : settings.from, options);
     }
     const int gpu = device_index(arguments.device);
-    device_ = std::make_unique<RunDevice>(gpu, arguments.device == "auto", config,
-                                          resolve_options(requested, config));
+    device_ = std::make_unique<RunDevice>(gpu, arguments.device == "auto", config, checked);
     started_ = std::make_unique<StartedRun>(ctx_, settings, config, requested, resume_from_);
     started_->make_engine(ctx_, *device_, data(), nullptr);
     if (resume_from_) done_ = resume_from_->step;
@@ -240,7 +259,7 @@ class TrainingRun {
     const Use use(busy_);
     TWELL_REQUIRE(trainer_ == nullptr && !ran_, "the run has begun already");
     ran_ = true;
-    std::atomic<bool> stop = false;
+    std::atomic<bool>& stop = stop_;
     std::optional<nb::python_error> thrown;
     TrainSummary summary;
     {
@@ -257,6 +276,7 @@ class TrainingRun {
                    {},
                    {}};
       run.text_files = text_files();
+      run.sample = [&](const Model& model) { return sampler_->texts(ctx_, model); };
       run.log = [](LogLevel, std::string_view) {};
       run.on_progress = [&](const Progress& now) {
         done_ = now.metrics.step;
@@ -327,6 +347,8 @@ class TrainingRun {
   std::unique_ptr<StartedRun> started_;
   std::unique_ptr<Trainer> trainer_;
   std::atomic<int64_t> done_ = 0;
+  std::atomic<bool> stop_ = false;  // ends run()
+  std::optional<TextSampler> sampler_;
   bool ran_ = false;
   std::atomic<bool> busy_ = false;
 };

@@ -54,6 +54,34 @@ def test_steps_and_a_run_give_the_same_losses(shards, tmp_path):
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_a_run_writes_texts(shards, tmp_path):
+    plain, seen = [], []
+    twell.Trainer(out=tmp_path / "plain", shards=shards, **SMALL).run(plain.append)
+    texts = {"sample_every": 4, "sample_prompt": ["one two", "three"], "sample_tokens": 5}
+    trainer = twell.Trainer(out=tmp_path / "texts", shards=shards, **SMALL, **texts)
+    last = trainer.run(seen.append)
+    assert [m.get("ce") for m in seen] == [m.get("ce") for m in plain]
+    sampled = {m["step"]: m["samples"] for m in seen if "samples" in m}
+    assert list(sampled) == [4, 6]
+    assert [sample["prompt"] for sample in sampled[6]] == texts["sample_prompt"]
+    engine = twell.Engine(last, device="cpu")
+    assert sampled[6][0]["text"] == engine.generate("one two", max_tokens=5, temperature=0.8,
+                                                    seed=0).text
+    del trainer
+    more = []
+    twell.Trainer(out=tmp_path / "texts", resume=True, steps=8).run(more.append)
+    assert [m["step"] for m in more if "samples" in m] == [8]
+    one = twell.Trainer(out=tmp_path / "one", shards=shards, **SMALL, sample_every=6,
+                        sample_prompt="four")
+    one.run(more.append)
+    assert more[-1]["samples"][0]["prompt"] == "four"
+    for given, fault in [({"sample_prompt": "x"}, "sample_prompt goes with sample_every"),
+                         ({"sample_every": 1, "sample_prompt": [1]}, "1 is not a text"),
+                         ({"sample_every": 1, "sample_prompt": "one " * 99}, "leaves no room")]:
+        with pytest.raises(ValueError, match=fault):
+            twell.Trainer(out=tmp_path / "faulty", shards=shards, **SMALL, **given)
+
+
 def test_a_run_ends_when_it_is_told_to(shards, tmp_path):
     trainer = twell.Trainer(out=tmp_path / "short", shards=shards, **SMALL)
     checkpoint = trainer.run(lambda metrics: metrics["step"] < 2)

@@ -115,7 +115,8 @@ class Trainer:
         the last checkpoint.
 
         on_step: gets the metrics of each step; val_ce is among them after a validation, and those
-            of step 0 have nothing else, where the model is validated before the first step. Where
+            of step 0 have nothing else, where the model is validated before the first step;
+            `sample_every` and `sample_prompt` (a text or several) add `samples`. Where
             it returns False or raises, the run saves and ends, as it does for Ctrl-C.
         """
         return self._run.run(

@@ -144,6 +144,9 @@ nlohmann::json metrics_json(const StepMetrics& metrics) {
     if (layer.recomputed > 0) json["layers"].back()["recomputed"] = layer.recomputed;
     if (layer.union_neurons >= 0.0) json["layers"].back()["union"] = layer.union_neurons;
   }
+  for (const TextSample& sample : metrics.samples) {
+    json["samples"].push_back({{"prompt", sample.prompt}, {"text", sample.text}});
+  }
   return json;
 }
 

@@ -33,6 +33,11 @@ struct LayerMetrics {
   FfnTrainExecution execution = FfnTrainExecution::kDense;
 };
 
+// What the model writes behind a prompt, in UTF-8.
+struct TextSample {
+  std::string prompt, text;
+};
+
 struct StepMetrics {
   int64_t step = 0;                  // optimizer steps done; 0: none
   int64_t tokens = 0;                // trained on since the run's start
@@ -50,6 +55,7 @@ struct StepMetrics {
   int64_t device_bytes = 0;          // of device memory in use; 0 on the CPU
   std::vector<LayerMetrics> layers;  // empty before the first step
   std::optional<double> validation_ce;
+  std::vector<TextSample> samples;  // of the model behind this step
 
   double loss() const { return ce + l1_coeff * l1; }
   double mean(double LayerMetrics::*figure) const;  // over the layers; 0 without any

@@ -85,6 +85,15 @@ TEST(Metrics, JsonHoldsWhatOnlyADeviceCounts) {
   EXPECT_FALSE(json["layers"][1].contains("recomputed"));
 }
 
+TEST(Metrics, JsonHoldsTextsOfTheModel) {
+  StepMetrics metrics = sample(4);
+  EXPECT_FALSE(metrics_json(metrics).contains("samples"));
+  metrics.samples = {{"a", "b\n\"c\""}, {"", "d"}};
+  const nlohmann::json json = metrics_json(metrics);
+  EXPECT_EQ(json["samples"].dump(),
+            R"([{"prompt":"a","text":"b\n\"c\""},{"prompt":"","text":"d"}])");
+}
+
 TEST(Metrics, BeforeTheFirstStepOnlyValidation) {
   StepMetrics metrics;
   metrics.validation_ce = 9.5;

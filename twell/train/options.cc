@@ -137,6 +137,9 @@ TrainOptions preset_train_options(std::string_view preset) {
 
 TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
   check_ranges(options);
+  TWELL_REQUIRE(options.sample_every > 0 || options.sample_prompts.empty(),
+                "--sample-prompt goes with --sample-every");
+  if (options.sample_every > 0 && options.sample_prompts.empty()) options.sample_prompts = {""};
   resolve_batch(options, config);
   resolve_length(options);
   check_schedules(options);

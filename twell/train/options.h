@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "twell/base/dtype.h"
 #include "twell/model/config.h"
@@ -85,6 +86,11 @@ struct TrainOptions {
   int64_t save_every = 500;           // steps; 0: at the end only
   int64_t keep_last = 2;              // checkpoints
   DType save_dtype = DType::kF32;     // of model.safetensors
+  // Texts that the model writes in training, behind each of these prompts. None: one text from its
+  // beginning.
+  int64_t sample_every = 0;  // steps; 0: never
+  std::vector<std::string> sample_prompts;
+  int64_t sample_tokens = 48;  // of a text, at most
   uint64_t seed = 0;
 
   int64_t micro_batch_tokens() const { return micro_batch * sequence_length; }

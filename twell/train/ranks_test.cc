@@ -10,6 +10,7 @@
 #include <csignal>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -88,6 +89,10 @@ class RanksTest : public testing::Test {
       training.log = [this](LogLevel, std::string_view line) {
         if (on_log_) on_log_(line);
       };
+      training.sample = [&, rank](const Model& trained) {
+        EXPECT_EQ(rank, 0);
+        return on_sample_(trained);
+      };
       training.last_save_attempts = 2;
       training.last_save_pause = std::chrono::milliseconds(10);
       TrainEngineCpu engine(ctx, *model, data_.shards, options, nullptr, all.get());
@@ -106,6 +111,7 @@ class RanksTest : public testing::Test {
       training.on_progress = [&](const Progress& now) {
         if (now.metrics.validation_ce) curve_.validation.push_back(*now.metrics.validation_ce);
         if (now.metrics.step == 0) return;
+        if (!now.metrics.samples.empty()) samples_[now.metrics.step] = now.metrics.samples;
         if (on_step_) on_step_(now.metrics.step);
         curve_.ce.push_back(now.metrics.ce);
         curve_.dead.push_back(now.metrics.layers[0].dead);
@@ -200,6 +206,8 @@ class RanksTest : public testing::Test {
   bool late_ = false;                          // LateGathers
   std::function<void(int64_t step)> on_step_;  // rank 0 only, as the next one
   std::function<void(std::string_view line)> on_log_;
+  std::function<std::vector<std::string>(const Model& model)> on_sample_;
+  std::map<int64_t, std::vector<TextSample>> samples_;
 };
 
 class CurveTest : public RanksTest, public testing::WithParamInterface<FfnTrainPolicy> {};
@@ -296,6 +304,49 @@ TEST_F(RanksTest, WeightsAreWaitedForBeforeTheirFirstUse) {
     EXPECT_EQ(curve_.validation, curve.validation);
     EXPECT_TRUE(same(weights_[0], weights));
   }
+}
+
+TEST_F(RanksTest, TextsAreOfUpToDateWeightsAndChangeNothing) {
+  late_ = true;
+  on_sample_ = [](const Model& model) {
+    const std::span<const float> flat = model.flat.span();
+    EXPECT_TRUE(std::all_of(flat.begin(), flat.end(), [](float x) { return std::isfinite(x); }));
+    return std::vector<std::string>{fmt::format("{}", flat[0]), "b"};
+  };
+  for (const int ranks : {1, 3}) {
+    const std::string name = std::to_string(ranks);
+    TrainOptions given = options(8);
+    EXPECT_THAT(run(ranks, out(name), given), Each(StrEq("")));
+    const Curve curve = curve_;
+    const std::vector<float> weights = weights_[0];
+    EXPECT_TRUE(samples_.empty());
+    given.sample_every = 3;
+    given.sample_prompts = {"x", "y"};
+    EXPECT_THAT(run(ranks, out(name + "-texts"), given), Each(StrEq("")));
+    EXPECT_EQ(curve_.ce, curve.ce);
+    EXPECT_EQ(curve_.validation, curve.validation);
+    EXPECT_TRUE(same(weights_[0], weights));
+    ASSERT_EQ(samples_.size(), 3u);  // of steps 3, 6 and the last
+    EXPECT_EQ(samples_.begin()->first, 3);
+    EXPECT_EQ(samples_.at(8)[0].prompt, "x");
+    EXPECT_EQ(samples_.at(8)[0].text, fmt::format("{}", weights[0]));
+    EXPECT_EQ(samples_.at(8)[1].prompt, "y");
+    EXPECT_NE(samples_.at(6)[0].text, samples_.at(8)[0].text);
+    samples_.clear();
+  }
+}
+
+TEST_F(RanksTest, TrainingGoesOnWithoutTextsThatCannotBeWritten) {
+  on_sample_ = [](const Model&) -> std::vector<std::string> { throw InputError("not finite"); };
+  std::vector<std::string> lines;
+  on_log_ = [&](std::string_view line) { lines.emplace_back(line); };
+  TrainOptions given = options(4);
+  given.sample_every = 3;
+  EXPECT_THAT(run(2, out("run"), given), Each(StrEq("")));
+  EXPECT_EQ(curve_.ce.size(), 4u);
+  EXPECT_TRUE(samples_.empty());
+  EXPECT_THAT(lines, testing::ElementsAre("no texts of step 3: not finite",
+                                          "no texts of step 4: not finite"));
 }
 
 TEST_F(RanksTest, AnyNumberOfRanksContinuesARun) {

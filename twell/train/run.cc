@@ -39,6 +39,25 @@ Scalars tensorboard_scalars(const StepMetrics& metrics) {
   return scalars;
 }
 
+// Text as Markdown shows it as it is, line by line.
+std::string literal(std::string_view text) {
+  std::string lines = "    ";
+  for (const char c : text) {
+    lines += c;
+    if (c == '\n') lines += "    ";
+  }
+  return lines;
+}
+
+std::vector<std::pair<std::string, std::string>> tensorboard_texts(const StepMetrics& metrics) {
+  std::vector<std::pair<std::string, std::string>> texts;
+  for (const TextSample& sample : metrics.samples) {
+    texts.emplace_back(fmt::format("samples/{}", texts.size()),
+                       literal(sample.prompt + sample.text));
+  }
+  return texts;
+}
+
 std::string data_identity(const TrainRun& run) {
   return fmt::format("{}, tokenizer {}", run.data.identity(), run.tokenizer.hash());
 }
@@ -48,11 +67,13 @@ class Loop {
  public:
   Loop(Context& ctx, TrainEngine& engine, const TrainRun& run)
       : run_(run),
+        engine_(engine),
         ranks_(engine.ranks()),
         first_(ranks_ == nullptr || ranks_->rank() == 0),
         config_(engine.model().config),
         trainer_(ctx, engine, run.data, run.options, data_identity(run)),
         checkpoint_bytes_(checkpoint_bytes(engine.model().config, run.options)) {
+    TWELL_CHECK(run.options.sample_every == 0 || run.sample, "a run without its sampler");
     if (run.resume_from) {
       trainer_.restore(run.resume_from->folder);
       summary_.checkpoint = run.resume_from->folder;
@@ -110,6 +131,9 @@ class Loop {
     if (options.validate_every > 0 && (last || metrics.step % options.validate_every == 0)) {
       validate(metrics);
     }
+    if (options.sample_every > 0 && (last || metrics.step % options.sample_every == 0)) {
+      sample(metrics);
+    }
     report(metrics);
     if (!last && options.save_every > 0 && metrics.step % options.save_every == 0) {
       if (const std::string fault = save(); !fault.empty()) {
@@ -124,6 +148,22 @@ class Loop {
     metrics.validation_ce = trainer_.validate();
     if (!summary_.first_validation_ce) summary_.first_validation_ce = metrics.validation_ce;
     summary_.last_validation_ce = metrics.validation_ce;
+  }
+
+  // The other ranks, whose weights rank 0 may be waiting for, wait for its texts.
+  void sample(StepMetrics& metrics) {
+    const std::vector<std::string>& prompts = run_.options.sample_prompts;
+    engine_.read_state([&](const OptimizerTensors&) {
+      if (!first_) return;
+      try {
+        const std::vector<std::string> texts = run_.sample(engine_.model());
+        TWELL_CHECK(texts.size() == prompts.size(), "{} texts of {}", texts.size(), prompts.size());
+        for (size_t i = 0; i < texts.size(); ++i) metrics.samples.push_back({prompts[i], texts[i]});
+      } catch (const InputError& error) {
+        warn(fmt::format("no texts of step {}: {}", metrics.step, error.what()));
+      }
+    });
+    from_first("");
   }
 
   void report(const StepMetrics& metrics) {
@@ -152,6 +192,9 @@ class Loop {
     }
     try {
       if (tensorboard_) tensorboard_->scalars(metrics.step, tensorboard_scalars(metrics));
+      if (tensorboard_ && !metrics.samples.empty()) {
+        tensorboard_->texts(metrics.step, tensorboard_texts(metrics));
+      }
     } catch (const InputError& error) {
       tensorboard_.reset();
       warn(fmt::format("{}; TensorBoard's events end before step {}", error.what(), metrics.step));
@@ -189,7 +232,7 @@ class Loop {
   // Passes rank 0's text to all ranks, without a time limit.
   std::string from_first(const std::string& text) {
     if (ranks_ == nullptr) return text;
-    const std::string key = fmt::format("save/{}", messages_++);
+    const std::string key = fmt::format("first/{}", messages_++);
     if (!first_) return ranks_->rendezvous().get(key);
     ranks_->rendezvous().put(key, text);
     return text;
@@ -297,6 +340,7 @@ class Loop {
   }
 
   const TrainRun& run_;
+  TrainEngine& engine_;
   Communicator* ranks_;
   bool first_;
   const ModelConfig& config_;

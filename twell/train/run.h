@@ -45,6 +45,10 @@ struct TrainRun {
   LogSink log;
   std::function<void(const Progress&)> on_progress;
   TextFiles text_files;  // of the original model, saved with every checkpoint
+  // With options.sample_every: what the model, whose weights are up to date, writes behind each of
+  // options.sample_prompts, in UTF-8; called on rank 0, every so many steps and after the last. An
+  // InputError is a warning. infer/text_sampler.h makes it.
+  std::function<std::vector<std::string>(const Model& model)> sample;
   // A checkpoint that cannot be saved is a warning, and is tried again at the next one. The run's
   // last one is tried this often, with this pause in between, or until `stop` becomes true.
   int64_t last_save_attempts = 60;

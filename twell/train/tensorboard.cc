@@ -43,7 +43,11 @@ void append_bytes(std::string& out, uint32_t field, std::string_view bytes) {
 // Fields of tensorflow.Event and the messages in it.
 constexpr uint32_t kEventWallTime = 1, kEventStep = 2, kEventFileVersion = 3, kEventSummary = 5,
                    kEventSessionLog = 7;
-constexpr uint32_t kSummaryValue = 1, kValueTag = 1, kValueSimple = 2;
+constexpr uint32_t kSummaryValue = 1, kValueTag = 1, kValueSimple = 2, kValueTensor = 8,
+                   kValueMetadata = 9;
+constexpr uint32_t kMetadataPlugin = 1, kPluginName = 1;
+constexpr uint32_t kTensorType = 1, kTensorShape = 2, kTensorStrings = 8, kTypeString = 7;
+constexpr uint32_t kShapeDimension = 2, kDimensionSize = 1;
 constexpr uint32_t kSessionStatus = 1, kSessionStart = 1;
 
 double wall_time() {
@@ -97,6 +101,31 @@ void TensorBoardWriter::scalars(int64_t step,
     append_bytes(value, kValueTag, tag);
     append_key(value, kValueSimple, kFixed32);
     append_little_endian(value, std::bit_cast<uint32_t>(static_cast<float>(number)));
+    append_bytes(summary, kSummaryValue, value);
+  }
+  std::string body;
+  append_bytes(body, kEventSummary, summary);
+  event(step, body);
+}
+
+void TensorBoardWriter::texts(int64_t step,
+                              std::span<const std::pair<std::string, std::string>> values) {
+  std::string dimension, shape, plugin, metadata;
+  append_key(dimension, kDimensionSize, kVarint);
+  append_varint(dimension, 1);
+  append_bytes(shape, kShapeDimension, dimension);
+  append_bytes(plugin, kPluginName, "text");
+  append_bytes(metadata, kMetadataPlugin, plugin);
+  std::string summary;
+  for (const auto& [tag, text] : values) {
+    std::string tensor, value;
+    append_key(tensor, kTensorType, kVarint);
+    append_varint(tensor, kTypeString);
+    append_bytes(tensor, kTensorShape, shape);
+    append_bytes(tensor, kTensorStrings, text);
+    append_bytes(value, kValueTag, tag);
+    append_bytes(value, kValueTensor, tensor);
+    append_bytes(value, kValueMetadata, metadata);
     append_bytes(summary, kSummaryValue, value);
   }
   std::string body;

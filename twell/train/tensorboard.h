@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // TensorBoard event files: TFRecord frames (length, masked CRC32C, bytes, masked CRC32C) of Event
-// protocol buffers, encoded by hand because four message types need no generator.
+// protocol buffers, encoded by hand because so few message types need no generator.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,8 @@ class TensorBoardWriter {
   // earlier events of that step and later.
   TensorBoardWriter(const std::filesystem::path& folder, int64_t first_step);
   void scalars(int64_t step, std::span<const std::pair<std::string, double>> values);
+  // Texts in Markdown, for the text plugin.
+  void texts(int64_t step, std::span<const std::pair<std::string, std::string>> values);
 
  private:
   void event(int64_t step, std::string_view body);

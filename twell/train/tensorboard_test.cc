@@ -48,19 +48,21 @@ TEST(TfRecord, Frame) {
   EXPECT_EQ(load<uint32_t>(frame, 15), ((crc >> 15) | (crc << 17)) + 0xa282ead8u);
 }
 
-TEST(TensorBoard, FileHoldsVersionRestartAndScalars) {
+TEST(TensorBoard, FileHoldsVersionRestartScalarsAndTexts) {
   const TempFolder folder;
   {
     TensorBoardWriter writer(folder.path() / "tb", 300);
     const std::vector<std::pair<std::string, double>> values = {{"loss/ce", 2.5}};
     writer.scalars(301, values);
+    const std::vector<std::pair<std::string, std::string>> texts = {{"samples/0", "abc"}};
+    writer.texts(302, texts);
   }
   std::string file;
   for (const auto& entry : std::filesystem::directory_iterator(folder.path() / "tb")) {
     file = read_file(entry.path());
   }
   const std::vector<std::string> events = records(file);
-  ASSERT_EQ(events.size(), 3u);
+  ASSERT_EQ(events.size(), 4u);
   // wall_time (9 bytes), step 0, file_version
   EXPECT_EQ(events[0].substr(9), std::string("\x10\x00\x1a\x0d"
                                              "brain.Event:2",
@@ -71,6 +73,12 @@ TEST(TensorBoard, FileHoldsVersionRestartAndScalars) {
   EXPECT_EQ(events[2].substr(9), std::string("\x10\xad\x02\x2a\x10\x0a\x0e\x0a\x07loss/ce\x15"
                                              "\x00\x00\x20\x40",
                                              21));
+  // step 302, summary {value {tag, tensor {dtype DT_STRING, shape {dim {size 1}}, string_val
+  // "abc"}, metadata {plugin_data {plugin_name "text"}}}}
+  EXPECT_EQ(events[3].substr(9), std::string("\x10\xae\x02\x2a\x26\x0a\x24\x0a\x09samples/0"
+                                             "\x42\x0d\x08\x07\x12\x04\x12\x02\x08\x01\x42\x03"
+                                             "abc\x4a\x08\x0a\x06\x0a\x04text",
+                                             43));
 }
 
 }  // namespace
