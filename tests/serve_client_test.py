@@ -538,6 +538,19 @@ class ServeTest(unittest.TestCase):
         chat = self.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})[1]
         self.assertEqual(self.post("/detokenize", {"tokens": chat["tokens"]})[1]["prompt"],
                          "u:Hi\na:")
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        for more, prompt in (({"tools": tools}, "u:Hi\nlook a:"), ({"tools": []}, "u:Hi\na:"),
+                             ({"tools": tools, "tool_choice": "none"}, "u:Hi\na:"),
+                             ({"add_generation_prompt": False}, "u:Hi\n"),
+                             ({"chat_template_kwargs": {"mood": "calm ", "messages": []}}, "u:Hi\ncalm a:")):
+            chat = {"messages": [{"role": "user", "content": "Hi"}], **more}
+            tokens = self.post("/tokenize", chat)[1]["tokens"]
+            self.assertEqual(self.post("/detokenize", {"tokens": tokens})[1]["prompt"], prompt)
+            if "add_generation_prompt" not in more:
+                answer = self.post("/v1/chat/completions", {**chat, "max_tokens": 1})[1]
+                self.assertEqual(answer["usage"]["prompt_tokens"], len(tokens))
+        self.assertEqual(self.post("/v1/chat/completions", {**chat, "chat_template_kwargs": "mood"})[0], 400)
+        self.assertEqual(self.post("/tokenize", {"prompt": "a", "tools": tools})[0], 400)
         self.assertEqual(self.post("/detokenize", {"tokens": [-1]})[0], 400)
         self.assertEqual(self.post("/detokenize", {"tokens": [400]})[0], 400)
 
@@ -818,6 +831,12 @@ class OtherServersTest(unittest.TestCase):
             scheme = "bEARER" if status == 200 else "Bearer"
             headers = [] if key is None else [f"Authorization: {scheme} {key}"]
             self.assertEqual(connection.get("/v1/models", headers)[0], status, key)
+            if status != 200:
+                connection.close()
+                connection = Connection(served)
+        for header, status in (("X-Api-Key: second-key", 200), ("x-api-key: second", 401),
+                               ("X-Api-Key: Bearer second-key", 401)):
+            self.assertEqual(connection.get("/v1/models", [header])[0], status, header)
             if status != 200:
                 connection.close()
                 connection = Connection(served)

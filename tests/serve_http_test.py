@@ -79,7 +79,7 @@ class Reference:
         for name, value in fields:
             given.setdefault(name, []).append(value)
         for name in (b"host", b"content-length", b"transfer-encoding", b"content-type",
-                     b"authorization"):
+                     b"authorization", b"x-api-key"):
             if len(given.get(name, [])) > 1:
                 raise Fault("twice")
         if version == 1 and b"host" not in given:

@@ -19,7 +19,8 @@ MODEL = ROOT / "tests/golden/tasks/model"
 # Short, because the test model's context is 96 tokens. Tools are called in the form of Hermes.
 CHAT_TEMPLATE = ("{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n"
                  "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
-                 "{% endfor %}{% endfor %}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}a:")
+                 "{% endfor %}{% endfor %}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ mood }}"
+                 "{% if add_generation_prompt %}a:{% endif %}")
 
 
 def needs_clients(*modules):

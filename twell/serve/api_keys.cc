@@ -41,15 +41,15 @@ ApiKeys ApiKeys::load(const std::filesystem::path& file) {
   return ApiKeys(std::move(keys));
 }
 
-std::optional<size_t> ApiKeys::find(std::string_view authorization) const {
+std::optional<size_t> ApiKeys::find(std::string_view authorization,
+                                    std::string_view api_key) const {
   constexpr std::string_view kScheme = "bearer ";
   const auto lower = [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c + 32) : c; };
-  if (authorization.size() < kScheme.size() ||
-      !std::equal(kScheme.begin(), kScheme.end(), authorization.begin(),
-                  [&](char expected, char c) { return lower(c) == expected; })) {
-    return std::nullopt;
-  }
-  const std::string_view given = authorization.substr(kScheme.size());
+  const bool bearer = authorization.size() >= kScheme.size() &&
+                      std::equal(kScheme.begin(), kScheme.end(), authorization.begin(),
+                                 [&](char expected, char c) { return lower(c) == expected; });
+  if (!authorization.empty() && !bearer) return std::nullopt;
+  const std::string_view given = bearer ? authorization.substr(kScheme.size()) : api_key;
   std::optional<size_t> found;
   for (size_t i = 0; i < keys_.size(); ++i) {
     if (equal_in_constant_time(given, keys_[i])) found = i;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keys that clients must present as "Authorization: Bearer KEY".
+// The keys that clients must present as "Authorization: Bearer KEY" or "X-Api-Key: KEY".
 #pragma once
 
 #include <cstddef>
@@ -20,12 +20,13 @@ class ApiKeys {
   static ApiKeys load(const std::filesystem::path& file);
 
   bool empty() const { return keys_.empty(); }
-  // The number of the key that an Authorization header presents; "Bearer" may be in any case. The
-  // time does not depend on how much of a key is right.
-  std::optional<size_t> find(std::string_view authorization) const;
-  // Whether the header opens the server: every one does where there are no keys.
-  bool allow(std::string_view authorization) const {
-    return keys_.empty() || find(authorization).has_value();
+  // The number of the key that an Authorization header presents, or where there is none an
+  // X-Api-Key header; "Bearer" may be in any case. The time does not depend on how much of a key is
+  // right.
+  std::optional<size_t> find(std::string_view authorization, std::string_view api_key) const;
+  // Whether the headers open the server: all do where there are no keys.
+  bool allow(std::string_view authorization, std::string_view api_key) const {
+    return keys_.empty() || find(authorization, api_key).has_value();
   }
 
  private:

@@ -64,10 +64,11 @@ std::optional<std::string> path_of(std::string_view target) {
   return path;
 }
 
-bool is_private_network(std::string_view name) {
-  return boost::beast::iequals({name.data(), name.size()},
-                               "Access-Control-Request-Private-Network");
+// Fields that Beast has no name for.
+bool is_private_network(boost::beast::string_view name) {
+  return boost::beast::iequals(name, "Access-Control-Request-Private-Network");
 }
+bool is_api_key(boost::beast::string_view name) { return boost::beast::iequals(name, "X-Api-Key"); }
 
 }  // namespace
 
@@ -163,8 +164,8 @@ class HttpReader::Parser final : public http::basic_parser<true> {
         join(head.cross.wanted_headers);
         break;
       default:
-        // Beast has no name for it.
-        if (is_private_network(view(name_in))) join(head.cross.private_network);
+        if (is_private_network(name_in)) join(head.cross.private_network);
+        if (is_api_key(name_in)) once(head.api_key, seen_.api_key);
         break;
     }
   }
@@ -221,7 +222,8 @@ class HttpReader::Parser final : public http::basic_parser<true> {
 
   HttpReader& reader_;
   struct {
-    bool host = false, length = false, coding = false, type = false, authorization = false;
+    bool host = false, length = false, coding = false, type = false, authorization = false,
+         api_key = false;
   } seen_;
   std::string length_, coding_;
 };

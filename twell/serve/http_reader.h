@@ -24,7 +24,8 @@ struct HttpHead {
   std::string path;  // decoded, without the query
   int version = 11;  // 10 or 11
   std::optional<std::string> host;
-  std::string authorization, content_type, content_encoding, accept_encoding, expect;
+  std::string authorization, api_key;  // of Authorization and X-Api-Key
+  std::string content_type, content_encoding, accept_encoding, expect;
   CrossOrigin cross;
   std::optional<uint64_t> length;  // of the body; nullopt when it comes in chunks
   bool keep_alive = true;          // whether the client sends further requests

@@ -117,6 +117,7 @@ TEST(HttpReader, WhatCanBeUnderstoodDifferentlyIsAFault) {
       post_with("Host: h2"),
       post_with("Content-Type: a\r\nContent-Type: b"),
       post_with("Authorization: a\r\nAuthorization: b"),
+      post_with("X-Api-Key: a\r\nx-api-key: a"),
       "POST /p HTTP/1.0\r\n" + chunked + "\r\n\r\n0\r\n\r\n",
       line + "\r\n",  // no Host
       line + host + "X: a\n\n",
@@ -236,7 +237,8 @@ TEST(HttpReader, TheHead) {
   MemoryBudget memory(60);
   HttpReader reader({kHeader, kBody}, memory);
   const std::string bytes = post_with(
-      "content-type: Application/JSON\r\nAUTHORIZATION: Bearer k\r\nExpect: 100-continue\r\n"
+      "content-type: Application/JSON\r\nAUTHORIZATION: Bearer k\r\nx-API-key: k2\r\n"
+      "Expect: 100-continue\r\n"
       "Accept-Encoding: br\r\nAccept-Encoding: gzip\r\nContent-Encoding: gzip\r\n"
       "Connection: x, Close\r\nContent-Length: 7");
   std::string_view rest = bytes;
@@ -247,6 +249,7 @@ TEST(HttpReader, TheHead) {
   EXPECT_EQ(head.host, "h");
   EXPECT_EQ(head.content_type, "Application/JSON");
   EXPECT_EQ(head.authorization, "Bearer k");
+  EXPECT_EQ(head.api_key, "k2");
   EXPECT_EQ(head.expect, "100-continue");
   EXPECT_EQ(head.accept_encoding, "br, gzip");
   EXPECT_EQ(head.content_encoding, "gzip");

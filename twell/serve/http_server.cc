@@ -483,6 +483,7 @@ class Connection final : public std::enable_shared_from_this<Connection> {
     request_->path = head.path;
     request_->host = head.host;
     request_->authorization = head.authorization;
+    request_->api_key = head.api_key;
     request_->connection = number_;
     head_only_ = head.method == "HEAD";
     keep_ = head.keep_alive;

@@ -30,11 +30,11 @@ struct HttpLimits {
 
 struct HttpRequest {
   std::string method;
-  std::string path;                 // decoded, without the query
-  std::optional<std::string> host;  // as the client sent it
-  std::string authorization;
-  std::string body;        // decompressed
-  int64_t connection = 0;  // 1, 2, ...: the same for the requests of one connection
+  std::string path;                    // decoded, without the query
+  std::optional<std::string> host;     // as the client sent it
+  std::string authorization, api_key;  // of Authorization and X-Api-Key
+  std::string body;                    // decompressed
+  int64_t connection = 0;              // 1, 2, ...: the same for the requests of one connection
   // What the body occupies of the server's memory budget, as long as somebody holds it.
   std::shared_ptr<MemoryBudget::Share> memory;
 };

@@ -514,6 +514,16 @@ void parse_tools(Fields& fields, std::string_view body, bool nested, ChatRequest
   request.tools_json = shown_tools.dump();
 }
 
+// Variables of the chat template.
+std::string parse_variables(Fields& fields, std::string_view body) {
+  const json* given = fields.find("chat_template_kwargs");
+  if (given == nullptr) return {};
+  if (!given->is_object()) {
+    refuse("chat_template_kwargs", "expected an object, got " + shown(*given));
+  }
+  return ordered_field(body, "chat_template_kwargs").dump();
+}
+
 // Messages with their contents as texts. Parts of a content that are texts are joined.
 std::string normalized_messages(Fields& fields) {
   const json* value = fields.find("messages");
@@ -632,6 +642,7 @@ ChatRequest parse_chat(std::string_view body, int64_t most_sequences) {
   if (log_probs) options.log_probs = top.value_or(0);
   parse_grammar(fields, body, options);
   parse_tools(fields, body, /*nested=*/true, request);
+  request.variables_json = parse_variables(fields, body);
   check_grammar(options);
   fields.unsupported("functions", json::array(), "not supported; use \"tools\"");
   fields.unsupported("function_call", "none", "not supported; use \"tool_choice\"");
@@ -806,6 +817,11 @@ TokenizeRequest parse_tokenize(std::string_view body) {
   }
   if (chat) {
     request.messages_json = normalized_messages(fields);
+    ChatRequest beside;
+    parse_tools(fields, body, /*nested=*/true, beside);
+    request.tools_json = std::move(beside.tools_json);
+    request.variables_json = parse_variables(fields, body);
+    request.add_generation_prompt = fields.flag("add_generation_prompt", true);
   } else {
     request.prompt = fields.text("prompt");
   }

@@ -83,8 +83,9 @@ struct ChatRequest {
   // A list of objects with texts "role" and "content"; those of calls have "tool_calls", whose
   // arguments are objects, and those of results "tool_call_id".
   std::string messages_json;
-  std::string tools_json;   // in the client's order of keys, for the template; empty: none
-  std::vector<Tool> tools;  // of them, those that may be called
+  std::string tools_json;      // in the client's order of keys, for the template; empty: none
+  std::string variables_json;  // an object with further variables of the template; empty: none
+  std::vector<Tool> tools;     // of tools_json, those that may be called
   ToolCallLimits calls;
 };
 
@@ -96,7 +97,9 @@ struct ResponseRequest : ChatRequest {
 struct TokenizeRequest {
   std::string model;
   std::optional<std::string> prompt;         // either this
-  std::optional<std::string> messages_json;  // or this
+  std::optional<std::string> messages_json;  // or this, with what stands beside it in a chat
+  std::string tools_json, variables_json;
+  bool add_generation_prompt = true;
   bool begin_token = true;
 };
 

@@ -82,6 +82,12 @@ std::vector<int32_t> joined(std::vector<int32_t> some, const std::vector<int32_t
   return some;
 }
 
+ChatInput chat_input(const ChatRequest& request) {
+  return {.messages = request.messages_json,
+          .tools = request.tools_json,
+          .variables = request.variables_json};
+}
+
 // All tokens that end a text.
 std::vector<int32_t> end_tokens(const Tokenizer& tokenizer, const std::vector<int32_t>& others) {
   std::vector<int32_t> ids;
@@ -380,10 +386,10 @@ std::optional<HttpReply> Routes::admit(const HttpRequest& request) {
                              {}, "host_not_allowed")));
   }
   if (request.path == "/" || request.path == "/health") return std::nullopt;
-  if (!options_.keys.allow(request.authorization)) {
+  if (!options_.keys.allow(request.authorization, request.api_key)) {
     return counted(path, error_reply(ApiError(401,
                                               "the API key is missing or wrong: send "
-                                              "Authorization: Bearer KEY",
+                                              "Authorization: Bearer KEY, or X-Api-Key: KEY",
                                               {}, "invalid_api_key")));
   }
   if (stopping_ && request.method == "POST") {
@@ -462,7 +468,7 @@ ApiError Routes::too_long(const std::string& size, const char* field) const {
           field, "context_length_exceeded"};
 }
 
-std::string Routes::render(const std::string& messages_json, const std::string& tools_json) const {
+std::string Routes::render(const ChatInput& input) const {
   if (chat_ == nullptr) {
     throw ApiError(
         400,
@@ -471,7 +477,7 @@ std::string Routes::render(const std::string& messages_json, const std::string& 
             : fmt::format("this model cannot chat; use /v1/completions ({})", options_.no_chat),
         "messages");
   }
-  return chat_->render({.messages = messages_json, .tools = tools_json});
+  return chat_->render(input);
 }
 
 std::optional<ToolCallReader> Routes::prepare_tools(ChatRequest& request) const {
@@ -602,7 +608,7 @@ auto Routes::parsed(const std::string& body, const Parse& parse) {
 
 // Between whom the scheduler is fair: keys, or connections where there are none.
 uint64_t Routes::client_of(const HttpRequest& request) const {
-  const std::optional<size_t> key = options_.keys.find(request.authorization);
+  const std::optional<size_t> key = options_.keys.find(request.authorization, request.api_key);
   return key ? *key : static_cast<uint64_t>(request.connection);
 }
 
@@ -671,8 +677,7 @@ HttpReply Routes::converse(const HttpRequest& http_request) {
   job->client = client_of(http_request);
   job->body = http_request.memory;
   // The template writes the begin token itself.
-  std::vector<int32_t> ids =
-      encode(render(request.messages_json, request.tools_json), false, "messages");
+  std::vector<int32_t> ids = encode(render(chat_input(request)), false, "messages");
   job->format = std::make_unique<ChatFormat>(tokenizer_, job->options.log_probs.has_value(),
                                              job->options.choices, tools ? &*tools : nullptr);
   job->requests.push_back(generation(std::move(ids), job->options,
@@ -690,8 +695,7 @@ HttpReply Routes::respond(const HttpRequest& http_request) {
   std::unique_ptr<Job> job = new_job(request.options);
   job->client = client_of(http_request);
   job->body = http_request.memory;
-  std::vector<int32_t> ids =
-      encode(render(request.messages_json, request.tools_json), false, "input");
+  std::vector<int32_t> ids = encode(render(chat_input(request)), false, "input");
   job->response.emplace(tokenizer_, request, fmt::format("{:08x}{:06x}", started_, ++replied_),
                         options_.model, static_cast<int64_t>(std::time(nullptr)),
                         tools ? &*tools : nullptr);
@@ -736,8 +740,13 @@ HttpReply Routes::tokenize(const HttpRequest& http_request) {
   const TokenizeRequest request = parsed(http_request.body, parse_tokenize);
   check_model(request.model);
   std::vector<int32_t> ids;
-  tokenizer_.encode_sequence(request.prompt ? *request.prompt : render(*request.messages_json), ids,
-                             request.begin_token);
+  tokenizer_.encode_sequence(request.prompt
+                                 ? *request.prompt
+                                 : render({.messages = *request.messages_json,
+                                           .tools = request.tools_json,
+                                           .variables = request.variables_json,
+                                           .add_generation_prompt = request.add_generation_prompt}),
+                             ids, request.begin_token);
   return json_reply(
       {{"count", ids.size()}, {"max_model_len", session_.capacity()}, {"tokens", ids}});
 }
