@@ -245,7 +245,7 @@ class ServeTest(unittest.TestCase):
             self.assertEqual(raised.exception.type, "invalid_request_error")
         for fields, param, word in (
                 ({"response_format": {"type": "json_schema", "json_schema": {
-                    "name": "n", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}}},
+                    "name": "n", "schema": {"type": "object", "properties": {"a": {"not": {"const": 1}}}}}}},
                  "response_format", '"not" is not supported at "/properties/a/not"'),
                 ({"extra_body": {"grammar": "root ::= missing"}}, "grammar", "missing"),
                 ({"tools": [tool("f", {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}})],

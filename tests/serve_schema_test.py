@@ -34,6 +34,7 @@ class Schemas:
 
     def root(self):
         r = self.random
+        self.conditions = r.random() < 0.5  # negations exclude "unevaluatedProperties"
         schema = self.object(3) if r.random() < 0.7 else self.any(3)
         if r.random() < 0.3:
             schema = {**schema, "$defs": {"node": self.any(1)}}
@@ -110,6 +111,19 @@ class Schemas:
         first = {"properties": {"a": self.integer(0), "b": self.any(depth - 1)}, "required": ["a"]}
         second = {"properties": {"a": {"type": ["integer", "string"]}, "c": self.any(depth - 1)},
                   "required": r.sample(["a", "c"], r.randint(0, 2))}
+        conditions = [{**first, "if": {"properties": {"a": {"minimum": r.randint(-9, 9)}}}, "then": second,
+                       "else": {"properties": {"d": {"type": "null"}}, "required": ["d"]}},
+                      {"properties": {"k": {"enum": ["x", "y", 3]}, "n": self.any(depth - 1)},
+                       "allOf": [{"if": {"properties": {"k": {"const": k}}, "required": ["k"]},
+                                  "then": {"required": ["n"]}} for k in ("x", 3)]},
+                      {"properties": {"a": {"enum": [1, 2]}, "b": self.any(depth - 1)},
+                       "not": {"properties": {"a": {"const": 2}}, "required": ["b"]}},
+                      {"properties": {"a": {"type": "null"}, "b": self.any(depth - 1)},
+                       "dependentRequired": {"a": ["b"]}},
+                      {"type": "array", "items": {"enum": [1, "a", None]}, "maxItems": r.randint(1, 3),
+                       "contains": {"not": {"type": ["integer", "number"]}}}]
+        if self.conditions:
+            return r.choice(conditions)
         schema = r.choice([{"allOf": [first, second]}, {**first, "allOf": [second]},
                            {**first, "anyOf": [second, {"required": ["b"]}, {"type": "null"}]},
                            {"enum": [1, 5, "x", None], "minimum": 3, "type": ["integer", "string"]},

@@ -258,13 +258,24 @@ TEST_F(GrammarTest, WhatCannotBeKeptIsRefusedByName) {
   const auto of = [&](const std::string& schema) {
     return refusal(compiler_, GrammarText::Kind::kJsonSchema, schema);
   };
-  for (const char* keyword : {"not", "dependentRequired", "dependentSchemas"}) {
-    const std::string found =
-        of(fmt::format(R"({{"properties": {{"a": {{"{}": {{}}}}}}, "type": "object"}})", keyword));
-    EXPECT_THAT(found, HasSubstr(fmt::format("\"{}\" is not supported at \"/properties/a/{}\"",
-                                             keyword, keyword)));
-  }
-  EXPECT_THAT(of(R"({"if": {}, "else": {}})"), HasSubstr("\"if\" is not supported"));
+  EXPECT_THAT(of(R"({"properties": {"a": {"not": {"const": 3}}}, "type": "object"})"),
+              HasSubstr("\"not\" is not supported at \"/properties/a/not\""));
+  EXPECT_THAT(of(R"({"type": "string", "not": {"enum": ["a"]}})"), HasSubstr("\"not\""));
+  EXPECT_THAT(of(R"({"not": {"pattern": "a"}, "type": "string"})"),
+              HasSubstr("\"pattern\" that must not hold is not supported at \"/not/pattern\""));
+  EXPECT_THAT(of(R"({"if": {"items": {}}, "else": {}})"), HasSubstr("at \"/if/items\""));
+  EXPECT_THAT(of(R"({"not": {"type": "integer"}})"), HasSubstr("not whole"));
+  EXPECT_THAT(of(R"({"not": {}})"), testing::Not("taken"));
+  EXPECT_THAT(of(R"({"if": {"required": ["a"]}, "then": {"required": ["b"]},
+                     "properties": {"a": {}, "b": {}}, "unevaluatedProperties": false})"),
+              HasSubstr("unevaluated"));
+  EXPECT_THAT(of(R"({"contains": {"const": 1}, "maxItems": 3, "maxContains": 1})"),
+              HasSubstr("maxContains"));
+  EXPECT_THAT(of(R"({"contains": {"const": 1}, "maxItems": 3, "minContains": 2})"),
+              HasSubstr("minContains"));
+  EXPECT_THAT(of(R"({"contains": {"const": 1}, "maxItems": 65})"), HasSubstr("at most 64"));
+  EXPECT_THAT(of(R"({"$id": "http://x/a", "$ref": "b#/$defs/c", "$defs": {"c": {}}})"),
+              HasSubstr("outside"));
   EXPECT_THAT(of(R"({"type": "array", "uniqueItems": true})"), HasSubstr("uniqueItems"));
   EXPECT_THAT(of(R"({"type": "array", "contains": {}})"), HasSubstr("contains"));
   EXPECT_THAT(of(R"({"type": "number", "multipleOf": 0.5})"), HasSubstr("multipleOf"));
@@ -487,6 +498,61 @@ TEST(JsonSchema, KeywordsBesideEachOtherAreMerged) {
              "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}})");
   expect(R"({"items": [{"type": "null"}], "additionalItems": {"type": "integer"}})",
          R"({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "integer"}})");
+  // Conditions become alternatives; those that no value fits are left out.
+  expect(R"({"type": "object", "required": ["k"], "properties": {"k": {"enum": ["a", "b", "c"]}},
+             "if": {"properties": {"k": {"const": "a"}}},
+             "then": {"properties": {"x": {"type": "null"}}, "required": ["x"]},
+             "else": {"properties": {"y": {"type": "boolean"}}}})",
+         R"({"anyOf": [
+               {"type": "object", "required": ["k", "x"], "additionalProperties": false,
+                "properties": {"k": {"enum": ["a"]}, "x": {"type": "null"}}},
+               {"type": "object", "required": ["k"], "additionalProperties": false,
+                "properties": {"k": {"enum": ["b", "c"]}, "y": {"type": "boolean"}}}]})");
+  expect(R"({"type": "integer", "maximum": 9, "minimum": 0,
+             "allOf": [{"if": {"minimum": 5}, "then": {"multipleOf": 5}},
+                       {"if": {"maximum": 1}, "then": false}]})",
+         R"({"anyOf": [{"type": "integer", "minimum": 5, "maximum": 9, "exclusiveMinimum": 1,
+                        "multipleOf": 5},
+                       {"type": "integer", "minimum": 0, "maximum": 9, "exclusiveMinimum": 1,
+                        "exclusiveMaximum": 5}]})");
+  expect(R"({"type": "integer", "minimum": 3, "anyOf": [{"maximum": 2}, {"exclusiveMaximum": 3},
+                                                        {"exclusiveMaximum": 4}]})",
+         R"({"anyOf": [{"type": "integer", "minimum": 3, "exclusiveMaximum": 4}]})");
+  expect(R"({"enum": [1, "x", null], "not": {"type": ["null", "string"]}})", R"({"enum": [1]})");
+  expect(R"({"type": ["boolean", "null"], "not": {"const": true}})", R"({"enum": [null, false]})");
+  expect(R"({"type": "integer", "minimum": 3, "not": {"enum": ["a", 1]}})",
+         R"({"type": "integer", "minimum": 3})");
+  expect(R"({"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+             "not": {"required": ["a"]}})",
+         R"({"type": "object", "properties": {"b": {"type": "null"}},
+             "additionalProperties": false})");
+  expect(R"({"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+             "dependentRequired": {"a": ["b"]}})",
+         R"({"anyOf": [{"type": "object", "properties": {"b": {"type": "null"}},
+                        "additionalProperties": false},
+                       {"type": "object", "required": ["a", "b"], "additionalProperties": false,
+                        "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}]})");
+  // Something that an array contains is at one of its places.
+  expect(R"({"items": {"type": "integer"}, "contains": {"minimum": 5}, "maxItems": 2})",
+         R"({"anyOf": [
+               {"type": "array", "maxItems": 2, "minItems": 1, "items": {"type": "integer"},
+                "prefixItems": [{"type": "integer", "minimum": 5}]},
+               {"type": "array", "maxItems": 2, "minItems": 2, "items": {"type": "integer"},
+                "prefixItems": [{"type": "integer"}, {"type": "integer", "minimum": 5}]}]})");
+  expect(R"({"prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": false,
+             "contains": {"const": true}})",
+         R"({"anyOf": [{"type": "array", "minItems": 2, "items": false,
+                        "prefixItems": [{"type": "null"}, {"enum": [true]}]}]})");
+  // References by names become pointers.
+  expect(R"({"$id": "http://x/a/b", "$ref": "c#/$defs/d",
+             "$defs": {"e": {"$id": "c", "$defs": {"d": {"type": "null"}}}}})",
+         R"({"$id": "http://x/a/b", "$ref": "#/$defs/e/$defs/d"})");
+  expect(R"({"$ref": "#f", "$defs": {"e": {"$anchor": "f", "type": "null"}}})",
+         R"({"$ref": "#/$defs/e"})");
+  expect(R"({"items": {"$id": "http://y", "$ref": "#/$defs/g", "$defs": {"g": {"type": "null"}}},
+             "type": "array"})",
+         R"({"type": "array", "items": {"$id": "http://y", "$ref": "#/items/$defs/g",
+             "$defs": {"g": {"type": "null"}}}})");
   // An optional property that cannot be is absent.
   expect(R"({"type": "object", "properties": {"a": false, "b": {"type": "null"}}})",
          R"({"type": "object", "properties": {"b": {"type": "null"}},

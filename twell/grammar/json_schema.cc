@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
@@ -22,9 +23,11 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr int kMostDepth = 24;           // of schemas within each other
-constexpr int kMostMerged = 20000;       // schemas that are merged into others
-constexpr int64_t kMostMultiple = 1024;  // that the library takes
+constexpr int kMostDepth = 24;             // of schemas within each other
+constexpr int kMostMerged = 20000;         // schemas that are merged into others
+constexpr int64_t kMostMultiple = 1024;    // that the library takes
+constexpr size_t kMostAlternatives = 256;  // of conditions beside each other
+constexpr uint64_t kMostItems = 64;        // of an array that contains something
 
 // Keywords that say nothing about what validates.
 const std::set<std::string> kAnnotations = {"$schema",
@@ -101,6 +104,91 @@ bool is_of_type(const ordered_json& value, const std::string& type) {
          (type == "integer" && value.is_number_integer());
 }
 
+// The URI that a reference in a schema of this base stands for (RFC 3986, without dot segments).
+std::string resolved_uri(const std::string& base, const std::string& reference) {
+  const std::string whole = base.substr(0, base.find('#'));
+  if (reference.empty()) return whole;
+  if (reference[0] == '#') return whole + reference;
+  const size_t colon = reference.find(':'), scheme = whole.find("://");
+  if (colon < reference.find_first_of("/#")) return reference;
+  if (reference[0] != '/') return whole.substr(0, whole.rfind('/') + 1) + reference;
+  if (scheme == whole.npos) return reference;
+  return whole.substr(0, whole.find('/', scheme + 3)) + reference;
+}
+
+// References as pointers from the root, where they are by the "$id" of a schema within it or by an
+// "$anchor". Others stay.
+class PlainReferences {
+ public:
+  static ordered_json of(const ordered_json& root) {
+    PlainReferences references;
+    references.find(root, "", "");
+    ordered_json out = root;
+    references.replace(out, "");
+    return out;
+  }
+
+ private:
+  static constexpr std::array kValues = {"const", "enum", "default", "examples", "example"};
+  static std::string base_of(const ordered_json& schema, const std::string& base) {
+    const auto id = schema.find("$id");
+    return id == schema.end() || !id->is_string()
+               ? base
+               : resolved_uri(base, id->get_ref<const std::string&>());
+  }
+  // Calls use(name, inner) for what may be or hold a schema.
+  template <typename Value, typename Use>
+  static void for_each_inner(Value& value, const Use& use) {
+    for (auto& [name, inner] : value.items()) {
+      if (value.is_object() && std::ranges::find(kValues, name) != kValues.end()) continue;
+      if (inner.is_structured()) use(name, inner);
+    }
+  }
+
+  void find(const ordered_json& value, const std::string& pointer, std::string base) {
+    if (value.is_object()) {
+      const std::string own = base_of(value, base);
+      if (own != base || pointer.empty())
+        places_.try_emplace(own.substr(0, own.find('#')), pointer);
+      base = own;
+      for (const char* keyword : {"$anchor", "$dynamicAnchor"}) {
+        const auto anchor = value.find(keyword);
+        if (anchor == value.end() || !anchor->is_string()) continue;
+        places_.try_emplace(resolved_uri(base, "#" + anchor->template get<std::string>()), pointer);
+      }
+    }
+    for_each_inner(value, [&](const std::string& name, const ordered_json& inner) {
+      std::string step;
+      for (const char c : name) step += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
+      find(inner, pointer + "/" + step, base);
+    });
+  }
+
+  void replace(ordered_json& value, std::string base) const {
+    if (value.is_object()) {
+      base = base_of(value, base);
+      if (const auto ref = value.find("$ref"); ref != value.end() && ref->is_string()) {
+        *ref = plain(ref->get<std::string>(), base);
+      }
+    }
+    for_each_inner(value, [&](const std::string&, ordered_json& inner) { replace(inner, base); });
+  }
+
+  std::string plain(const std::string& reference, const std::string& base) const {
+    const std::string uri = resolved_uri(base, reference);
+    if (const auto anchor = places_.find(uri); anchor != places_.end()) {
+      return "#" + anchor->second;
+    }
+    const size_t hash = uri.find('#');
+    const auto place = places_.find(uri.substr(0, hash));
+    if (place == places_.end()) return reference;
+    const std::string fragment = hash == uri.npos ? "" : uri.substr(hash + 1);
+    return fragment.empty() || fragment[0] == '/' ? "#" + place->second + fragment : reference;
+  }
+
+  std::map<std::string, std::string> places_;  // pointers by URI
+};
+
 // Equal as JSON values, in which objects have no order.
 bool equal_values(const ordered_json& a, const ordered_json& b) {
   return nlohmann::json(a) == nlohmann::json(b);
@@ -108,7 +196,7 @@ bool equal_values(const ordered_json& a, const ordered_json& b) {
 
 class SchemaCheck {
  public:
-  explicit SchemaCheck(const ordered_json& root) : root_(root) { look_for_references(root, true); }
+  explicit SchemaCheck(const ordered_json& root) : root_(root) { look_for_references(root); }
 
   ordered_json checked(const ordered_json& given, const std::string& path, int depth) {
     if (depth > kMostDepth) {
@@ -118,6 +206,7 @@ class SchemaCheck {
     if (!given.is_object()) refuse_schema(path, "a schema is an object or true or false, not this");
     const ordered_json schema = simplified(given, path, depth);
     check_keywords(schema, path);
+    check_range(schema, path);
     ordered_json out = schema;
     for (auto& [keyword, value] : out.items()) {
       const std::string at = path + "/" + keyword;
@@ -229,6 +318,246 @@ class SchemaCheck {
     return out;
   }
 
+  // The schema without conditions: "if" with its kin, "dependentRequired" and "dependentSchemas"
+  // are alternatives, and "not" what else there is. What remains of "not" excludes a list of
+  // values, as
+  // {"not": {"enum": [...]}}.
+  ordered_json without_conditions(ordered_json schema, const std::string& path, int depth) {
+    if (!schema.contains("contains")) {
+      for (const char* keyword : {"minContains", "maxContains"}) schema.erase(keyword);
+    }
+    ordered_json all = ordered_json::array();
+    const auto either = [&](const ordered_json& one, const ordered_json& other) {
+      all.push_back({{"anyOf", ordered_json::array({one, other})}});
+    };
+    const auto absent = [](const std::string& name) {
+      return ordered_json{{"properties", {{name, false}}}};
+    };
+    const auto present = [](const std::string& name) {
+      return ordered_json{{"type", "object"}, {"required", ordered_json::array({name})}};
+    };
+    if (schema.contains("if") && (schema.contains("then") || schema.contains("else"))) {
+      const ordered_json condition = schema["if"];
+      const auto part = [&](const char* keyword) {
+        return schema.value(keyword, ordered_json(true));
+      };
+      either(both_of(condition, part("then")),
+             both_of(negated(condition, path + "/if", depth + 1), part("else")));
+    }
+    for (const char* keyword : {"if", "then", "else"}) schema.erase(keyword);
+    if (const auto no = schema.find("not"); no != schema.end() && !lists_values(*no)) {
+      const ordered_json rest = negated(*no, path + "/not", depth + 1);
+      schema.erase("not");
+      if (rest.is_object() && rest.size() == 1 && rest.contains("not") &&
+          lists_values(rest["not"])) {
+        schema["not"] = rest["not"];
+      } else {
+        all.push_back(rest);
+      }
+    }
+    for (const char* keyword : {"dependentRequired", "dependentSchemas"}) {
+      const auto found = schema.find(keyword);
+      if (found == schema.end()) continue;
+      if (!found->is_object()) refuse_schema(path + "/" + keyword, "an object is expected");
+      for (const auto& [name, value] : found->items()) {
+        const ordered_json then = value.is_array() ? ordered_json{{"required", value}} : value;
+        either(absent(name), both_of(present(name), then));
+      }
+      schema.erase(keyword);
+    }
+    if (all.empty()) return schema;
+    if (!schema.contains("allOf")) schema["allOf"] = ordered_json::array();
+    if (schema["allOf"].is_array()) {
+      for (ordered_json& one : all) schema["allOf"].push_back(std::move(one));
+    }
+    return schema;
+  }
+
+  static bool lists_values(const ordered_json& schema) {
+    return schema.is_object() && schema.size() == 1 && schema.contains("enum") &&
+           schema["enum"].is_array() && !schema["enum"].empty();
+  }
+
+  // The schema whose values are those that do not validate by this one.
+  ordered_json negated(const ordered_json& schema, const std::string& path, int depth) {
+    if (depth > kMostDepth || ++merged_ > kMostMerged) {
+      refuse_schema(path, fmt::format("schemas are more than {} deep", kMostDepth));
+    }
+    if (schema.is_boolean()) return !schema.get<bool>();
+    if (!schema.is_object())
+      refuse_schema(path, "a schema is an object or true or false, not this");
+    if (is_unevaluated_) {
+      // A schema that does not hold evaluates nothing; merged, its properties would count.
+      refuse_schema(path, "a negation in a schema with \"unevaluated...\" is not supported");
+    }
+    ordered_json any = ordered_json::array();
+    for (const auto& [keyword, bound] : schema.items()) {
+      if (kAnnotations.contains(keyword)) continue;
+      const std::string at = path + "/" + keyword;
+      if (keyword == "const" || keyword == "enum") {
+        const ordered_json values = keyword == "enum" ? bound : ordered_json::array({bound});
+        if (!values.is_array() || values.empty()) refuse_schema(at, "a list of values is expected");
+        any.push_back({{"not", {{"enum", values}}}});
+      } else if (keyword == "type") {
+        any.push_back(other_types(schema, path));
+      } else if (keyword == "required" && bound.is_array()) {
+        for (const ordered_json& name : bound) {
+          if (!name.is_string()) refuse_schema(at, "a list of names is expected");
+          any.push_back({{"type", "object"}, {"properties", {{name.get<std::string>(), false}}}});
+        }
+      } else if (keyword == "properties" && bound.is_object()) {
+        for (const auto& [name, value] : bound.items()) {
+          any.push_back({{"type", "object"},
+                         {"properties", {{name, negated(value, at + "/" + name, depth + 1)}}},
+                         {"required", ordered_json::array({name})}});
+        }
+      } else if (keyword == "not") {
+        any.push_back(bound);
+      } else if ((keyword == "allOf" || keyword == "anyOf") && bound.is_array()) {
+        ordered_json each = ordered_json::array();
+        for (size_t i = 0; i < bound.size(); ++i) {
+          each.push_back(negated(bound[i], fmt::format("{}/{}", at, i), depth + 1));
+        }
+        if (keyword == "allOf") {
+          any.insert(any.end(), each.begin(), each.end());
+        } else {
+          any.push_back({{"allOf", each}});
+        }
+      } else if (keyword == "$ref") {
+        check_reference(bound, path);
+        const auto pointer =
+            ordered_json::json_pointer(bound.get_ref<const std::string&>().substr(1));
+        any.push_back(negated(root_[pointer], at, depth + 1));
+      } else if (const char* opposite = opposite_of(keyword);
+                 opposite != nullptr && bound.is_number()) {
+        any.push_back({{"type", "number"}, {opposite, bound}});
+      } else {
+        refuse_schema(at, fmt::format("\"{}\" that must not hold is not supported", keyword));
+      }
+    }
+    for (const ordered_json& one : any) {
+      if (one == true) return true;
+    }
+    std::erase(any.get_ref<ordered_json::array_t&>(), ordered_json(false));
+    if (any.empty()) return false;
+    return any.size() == 1 ? any[0] : ordered_json{{"anyOf", any}};
+  }
+
+  static const char* opposite_of(const std::string& keyword) {
+    if (keyword == "minimum") return "exclusiveMaximum";
+    if (keyword == "maximum") return "exclusiveMinimum";
+    if (keyword == "exclusiveMinimum") return "maximum";
+    return keyword == "exclusiveMaximum" ? "minimum" : nullptr;
+  }
+
+  // No number fits, as in an alternative of a condition that does not hold.
+  static void check_range(const ordered_json& schema, const std::string& path) {
+    const std::vector<std::string> types = types_of(schema, path);
+    const bool whole = std::ranges::find(types, "number") == types.end();
+    for (const std::string& type : types) {
+      if (type != "integer" && type != "number") return;
+    }
+    const auto bound = [&](const char* keyword) {
+      const auto found = schema.find(keyword);
+      return found != schema.end() && found->is_number() ? std::optional(found->get<double>())
+                                                         : std::nullopt;
+    };
+    const auto minimum = bound("minimum"), above = bound("exclusiveMinimum");
+    const auto maximum = bound("maximum"), below = bound("exclusiveMaximum");
+    const double gap = whole ? 1.0 : 0.0;  // from a bound that is excluded to the next number
+    if ((minimum && maximum && *minimum > *maximum) ||
+        (above && maximum && (*above >= *maximum || *above + gap > *maximum)) ||
+        (minimum && below && (*minimum >= *below || *minimum > *below - gap)) ||
+        (above && below && (*above >= *below || *above + gap > *below - gap))) {
+      nothing_fits(path, "its bounds exclude every number");
+    }
+  }
+
+  static ordered_json other_types(const ordered_json& schema, const std::string& path) {
+    const std::vector<std::string> types = types_of(schema, path);
+    const auto has = [&](const char* type) {
+      return std::ranges::find(types, type) != types.end();
+    };
+    if (has("integer") && !has("number")) {
+      refuse_schema(path + "/type", "numbers that are not whole are not supported");
+    }
+    ordered_json others = ordered_json::array();
+    for (const char* type : {"null", "boolean", "object", "array", "number", "string"}) {
+      if (!has(type)) others.push_back(type);
+    }
+    return others.empty() ? ordered_json(false) : ordered_json{{"type", others}};
+  }
+
+  // "contains" as alternatives: at each place of an array of bounded length is such an item.
+  static void place_contained(ordered_json& schema, const std::string& path) {
+    const auto refuse = [&](const char* keyword, const char* why) {
+      refuse_schema(path + "/" + keyword, why);
+    };
+    if (schema.contains("maxContains")) {
+      refuse("maxContains", "the keyword \"maxContains\" is not supported");
+    }
+    const ordered_json least = schema.value("minContains", ordered_json(1));
+    if (least != 0 && least != 1) {
+      refuse("minContains", "a \"minContains\" of more than 1 is not supported");
+    }
+    uint64_t most = kMostItems + 1;
+    if (const auto items = schema.find("maxItems");
+        items != schema.end() && items->is_number_unsigned()) {
+      most = items->get<uint64_t>();
+    }
+    if (schema.value("items", ordered_json(true)) == false) {
+      const ordered_json first = schema.value("prefixItems", ordered_json::array());
+      most = std::min<uint64_t>(most, first.size());
+    }
+    const ordered_json contained = schema["contains"];
+    schema.erase("contains");
+    schema.erase("minContains");
+    if (least == 0) return;
+    if (most > kMostItems) {
+      refuse("contains",
+             "\"contains\" is supported for arrays of at most 64 items (\"maxItems\") alone");
+    }
+    ordered_json places = ordered_json::array();
+    ordered_json first = ordered_json::array();
+    for (uint64_t i = 0; i < most; ++i) {
+      first.push_back(contained);
+      places.push_back({{"prefixItems", first}, {"minItems", i + 1}});
+      first.back() = true;
+    }
+    if (places.empty()) nothing_fits(path + "/contains", "the array is empty");
+    merge(schema, {{"anyOf", places}}, path);
+  }
+
+  // Drops values that "not" excludes and other keywords exclude already, and lists those of a type
+  // that has few.
+  static void exclude_values(ordered_json& schema, const std::string& path) {
+    const auto no = schema.find("not");
+    if (no == schema.end()) return;
+    const auto excluded_already = [&](const ordered_json& value) {
+      for (const auto& [keyword, bound] : schema.items()) {
+        if (keyword == "not" || kAnnotations.contains(keyword)) continue;
+        if (fits(value, keyword, bound, schema, path) == false) return true;
+      }
+      return false;
+    };
+    ordered_json left = ordered_json::array();
+    for (const ordered_json& value : (*no)["enum"]) {
+      if (!excluded_already(value)) left.push_back(value);
+    }
+    if (left.empty()) {
+      schema.erase("not");
+      return;
+    }
+    (*no)["enum"] = std::move(left);
+    const std::vector<std::string> types = types_of(schema, path);
+    const bool few = !types.empty() && std::ranges::all_of(types, [](const std::string& type) {
+      return type == "null" || type == "boolean";
+    });
+    if (few && !schema.contains("const") && !schema.contains("enum")) {
+      schema["enum"] = {nullptr, false, true};
+    }
+  }
+
   // What the library reads by itself: a schema without keywords beside "$ref", "allOf", "anyOf",
   // "oneOf", "const" and "enum", and with a type where keywords need one. It may take fewer values,
   // and takes no others.
@@ -238,12 +567,6 @@ class SchemaCheck {
     // Keywords that say nothing by themselves.
     if (has("uniqueItems") && schema["uniqueItems"] == false) schema.erase("uniqueItems");
     if (has("propertyNames") && schema["propertyNames"] == true) schema.erase("propertyNames");
-    if (!has("if") || (!has("then") && !has("else"))) {
-      for (const char* keyword : {"if", "then", "else"}) schema.erase(keyword);
-    }
-    if (!has("contains")) {
-      for (const char* keyword : {"minContains", "maxContains"}) schema.erase(keyword);
-    }
     // A list of "items" is what drafts before 2020-12 call "prefixItems".
     if (has("items") && schema["items"].is_array() && !has("prefixItems")) {
       schema["prefixItems"] = schema["items"];
@@ -251,10 +574,13 @@ class SchemaCheck {
       if (has("additionalItems")) schema["items"] = schema["additionalItems"];
     }
     schema.erase("additionalItems");
+    schema = without_conditions(std::move(schema), path, depth);
     const bool several = has("allOf") && schema["allOf"].is_array() && schema["allOf"].size() > 1;
     if (several || ((has("allOf") || has("$ref")) && keywords_of(schema) > 1)) {
       schema = flat(schema, path, depth);
     }
+    if (has("contains")) place_contained(schema, path);
+    exclude_values(schema, path);
     for (const char* list : {"anyOf", "oneOf"}) {
       if (has(list) && keywords_of(schema) > 1) return distributed(schema, list, path, depth);
     }
@@ -300,14 +626,14 @@ class SchemaCheck {
   }
 
   // The schema without "$ref" and "allOf" at its top, whose schemas are merged into it.
-  ordered_json flat(const ordered_json& schema, const std::string& path, int depth) {
+  ordered_json flat(const ordered_json& given, const std::string& path, int depth) {
     if (depth > kMostDepth || ++merged_ > kMostMerged) {
       refuse_schema(path,
                     "schemas that refer to themselves beside other keywords are not supported");
     }
-    if (schema.is_boolean()) return schema;
-    if (!schema.is_object())
-      refuse_schema(path, "a schema is an object or true or false, not this");
+    if (given.is_boolean()) return given;
+    if (!given.is_object()) refuse_schema(path, "a schema is an object or true or false, not this");
+    const ordered_json schema = without_conditions(given, path, depth);
     ordered_json out = schema;
     out.erase("$ref");
     out.erase("allOf");
@@ -387,6 +713,18 @@ class SchemaCheck {
         merge_values(a, keyword == "const" ? ordered_json::array({value}) : value, path);
       } else if (found == a.end() || *found == value) {
         a[keyword] = value;
+      } else if (keyword == "not") {  // what remains of it: lists of values
+        for (const ordered_json& one : value["enum"]) (*found)["enum"].push_back(one);
+      } else if (keyword == "anyOf" && found->is_array() && value.is_array()) {
+        if (found->size() * value.size() > kMostAlternatives) {
+          refuse_schema(path + "/anyOf", fmt::format("more than {} alternatives are not supported",
+                                                     kMostAlternatives));
+        }
+        ordered_json pairs = ordered_json::array();
+        for (const ordered_json& one : *found) {
+          for (const ordered_json& other : value) pairs.push_back(both_of(one, other));
+        }
+        *found = std::move(pairs);
       } else if (keyword == "type") {
         merge_types(a, b, path);
       } else if (keyword == "required" && found->is_array() && value.is_array()) {
@@ -542,6 +880,10 @@ class SchemaCheck {
   static std::optional<bool> fits(const ordered_json& value, const std::string& keyword,
                                   const ordered_json& bound, const ordered_json& schema,
                                   const std::string& path) {
+    if (keyword == "not") {
+      return std::ranges::none_of(
+          bound["enum"], [&](const ordered_json& other) { return equal_values(value, other); });
+    }
     if (keyword == "type") {
       const std::vector<std::string> types = types_of(schema, path);
       return std::ranges::any_of(types,
@@ -579,11 +921,10 @@ class SchemaCheck {
            std::ranges::find(*required, ordered_json(name)) != required->end();
   }
 
-  // References into lists keep alternatives where they are; those within a schema that has an "$id"
-  // of its own begin there.
-  void look_for_references(const ordered_json& value, bool outermost) {
+  // References into lists keep alternatives where they are.
+  void look_for_references(const ordered_json& value) {
     if (value.is_array()) {
-      for (const ordered_json& one : value) look_for_references(one, false);
+      for (const ordered_json& one : value) look_for_references(one);
     }
     if (!value.is_object()) return;
     for (const auto& [key, inner] : value.items()) {
@@ -592,8 +933,8 @@ class SchemaCheck {
         refers_into_lists_ |=
             text.find("/anyOf/") != text.npos || text.find("/oneOf/") != text.npos;
       }
-      has_inner_id_ |= key == "$id" && !outermost && inner.is_string();
-      look_for_references(inner, false);
+      is_unevaluated_ |= key == "unevaluatedProperties" || key == "unevaluatedItems";
+      look_for_references(inner);
     }
   }
 
@@ -750,9 +1091,6 @@ class SchemaCheck {
     const std::string at = path + "/$ref";
     if (!reference.is_string()) refuse_schema(at, "a text is expected");
     const std::string text = reference.get<std::string>();
-    if (has_inner_id_) {
-      refuse_schema(at, "a reference in a schema with an \"$id\" within it is not supported");
-    }
     if (text == "#") return;
     if (!text.starts_with("#/")) {
       refuse_schema(at, fmt::format("the reference \"{}\" leads outside the schema", text));
@@ -782,14 +1120,15 @@ class SchemaCheck {
   }
 
   const ordered_json& root_;
-  bool refers_into_lists_ = false, has_inner_id_ = false;
+  bool refers_into_lists_ = false, is_unevaluated_ = false;
   int merged_ = 0;
 };
 
 }  // namespace
 
 ordered_json checked_json_schema(const ordered_json& schema) {
-  return SchemaCheck(schema).checked(schema, "", 0);
+  const ordered_json plain = PlainReferences::of(schema);
+  return SchemaCheck(plain).checked(plain, "", 0);
 }
 
 std::string checked_json_schema(std::string_view schema, const std::string& name) {
