@@ -16,9 +16,6 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kEmbedding = "model.embed_tokens.weight";
-constexpr const char* kHead = "lm_head.weight";
-
 void require_tensor(const OpenCheckpoint& opened, const ParamSpec& spec) {
   const CheckpointTensors& tensors = opened.tensors;
   const ModelConfig& config = opened.config;
@@ -68,14 +65,14 @@ void require_no_extra(const OpenCheckpoint& opened) {
 // Some writers store the head of a tied model as a second tensor. All devices use this check, so
 // that a checkpoint loads on all of them or on none.
 void require_tied_head_equal(const OpenCheckpoint& opened) {
-  const TensorInfo* head = opened.tensors.find(kHead);
+  const TensorInfo* head = opened.tensors.find(kHeadName);
   if (head == nullptr || !opened.config.tied_embeddings) return;
-  const TensorInfo& embedding = *opened.tensors.find(kEmbedding);
+  const TensorInfo& embedding = *opened.tensors.find(kEmbeddingName);
   if (head == &embedding) return;
   TWELL_REQUIRE(head->shape == embedding.shape && equal_values(*head, embedding),
                 "{}: config.json ties the embeddings, but {} differs from {}; set "
                 "tie_word_embeddings to false",
-                opened.tensors.source(), kHead, kEmbedding);
+                opened.tensors.source(), kHeadName, kEmbeddingName);
 }
 
 TensorToWrite tensor_to_write(const Model& model, const ParamSpec& spec, DType dtype) {
@@ -148,7 +145,7 @@ bool may_be_extra(const std::string& name, const ModelConfig& config) {
 }
 
 bool OpenCheckpoint::is_extra(const TensorInfo& info) const {
-  return may_be_extra(info.name, config) && tensors.find(kEmbedding) != &info;
+  return may_be_extra(info.name, config) && tensors.find(kEmbeddingName) != &info;
 }
 
 ModelConfig load_config(const fs::path& folder) {
@@ -170,7 +167,7 @@ void OpenCheckpoint::untie_head() {
   if (!config.tied_embeddings) return;
   config.tied_embeddings = false;
   table = parameter_table(config);
-  tensors.stand_in(kHead, kEmbedding);
+  tensors.stand_in(kHeadName, kEmbeddingName);
 }
 
 bool OpenCheckpoint::in_bytes(const ParamSpec& spec) const {
@@ -225,7 +222,7 @@ OpenCheckpoint open_with_hashes_unread(const fs::path& folder) {
   OpenCheckpoint opened{config, parameter_table(config), CheckpointTensors(folder),
                         load_weight_bytes(folder)};
   // Some writers keep only the head of two tied tensors.
-  if (config.tied_embeddings) opened.tensors.stand_in(kEmbedding, kHead);
+  if (config.tied_embeddings) opened.tensors.stand_in(kEmbeddingName, kHeadName);
   for (const ParamSpec& spec : opened.table) require_tensor(opened, spec);
   require_no_extra(opened);
   require_tied_head_equal(opened);

@@ -24,6 +24,9 @@ namespace twell {
 inline constexpr const char* kConfigFile = "config.json";
 inline constexpr const char* kWeightsFile = "model.safetensors";
 inline constexpr const char* kIndexFile = "model.safetensors.index.json";
+// Tensors, of which a tied model's files may hold one under either name.
+inline constexpr const char* kEmbeddingName = "model.embed_tokens.weight";
+inline constexpr const char* kHeadName = "lm_head.weight";
 
 // Reads config.json and model.safetensors or its shards (F32, BF16 or F16, or in 8
 // bits, converted to f32 on all threads), checking names, shapes, dtypes, sizes, that all values

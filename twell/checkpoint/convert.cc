@@ -16,9 +16,6 @@ namespace twell {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kEmbedding = "model.embed_tokens.weight";
-constexpr const char* kHead = "lm_head.weight";
-
 constexpr size_t kCopyBytes = size_t{8} << 20;  // bytes copied between releases of their pages
 
 bool is_weights_or_code(const fs::path& file) {
@@ -46,8 +43,8 @@ class Conversion {
     bytes_.head = bytes_.head || options.head_in_bytes;
     if (options.head_in_bytes && opened_.config.tied_embeddings) {
       opened_.untie_head();
-      const TensorInfo* const head = opened_.tensors.find(kHead);
-      if (head == opened_.tensors.find(kEmbedding)) tied_ = head;
+      const TensorInfo* const head = opened_.tensors.find(kHeadName);
+      if (head == opened_.tensors.find(kEmbeddingName)) tied_ = head;
     }
     for (const ParamSpec& spec : opened_.table) {
       const bool becomes =
@@ -88,7 +85,7 @@ class Conversion {
   // Hugging Face's layout has no tensors for the counters of the sparse models.
   bool is_left_out(const TensorInfo& info) const {
     if (options_.layout != CheckpointLayout::kHuggingFace) return false;
-    return may_be_extra(info.name, opened_.config) && info.name != kHead;
+    return may_be_extra(info.name, opened_.config) && info.name != kHeadName;
   }
   bool is_converted(const TensorInfo& info) const {
     return options_.dtype && info.dtype != dtype_name(*options_.dtype) && !opened_.is_extra(info) &&
@@ -135,8 +132,8 @@ class Conversion {
         if (is_quantised(info)) added.emplace(scale_name(tensor), name);
         if (&info != tied_) continue;
         size += quantised_bytes(info);
-        added.emplace(scale_name(kHead), name);
-        added.emplace(tensor == kHead ? kEmbedding : kHead, name);
+        added.emplace(scale_name(kHeadName), name);
+        added.emplace(tensor == kHeadName ? kEmbeddingName : kHeadName, name);
       }
     }
     return rewrite_shard_index(text, left_out, changed ? std::optional(size) : std::nullopt, added);
@@ -182,7 +179,7 @@ class Conversion {
         continue;
       }
       const bool converted = is_converted(*info);
-      list.push_back({info == tied_ ? kEmbedding : info->name,
+      list.push_back({info == tied_ ? kEmbeddingName : info->name,
                       converted ? std::string(dtype_name(*options_.dtype)) : info->dtype,
                       info->shape, [this, info, converted, &file](const ByteSink& sink) {
                         if (options_.on_piece) options_.on_piece();
@@ -190,7 +187,7 @@ class Conversion {
                                   : sink(info->bytes);
                         file.release(info->bytes);
                       }});
-      if (info == tied_) add_quantised(*info, kHead, file, list);
+      if (info == tied_) add_quantised(*info, kHeadName, file, list);
     }
     std::map<std::string, std::string> metadata = file.metadata();
     metadata.erase(std::string(kContentHashKey));  // it belongs to the old content

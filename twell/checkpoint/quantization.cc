@@ -16,12 +16,13 @@ using nlohmann::ordered_json;
 
 constexpr const char* kMethod = "compressed-tensors";
 constexpr const char* kLinear = "Linear";  // torch's class of projections and of the head
-constexpr const char* kHead = "lm_head";
+constexpr const char* kHeadModule = "lm_head";
 
 // A module in `targets` or `ignore` that is the output head, by its name or as a regular
 // expression.
 bool names_head(const json& module) {
-  for (const char* name : {kHead, "re:lm_head", "re:.*lm_head", "re:.*lm_head$", "re:^lm_head$"}) {
+  for (const char* name :
+       {kHeadModule, "re:lm_head", "re:.*lm_head", "re:.*lm_head$", "re:^lm_head$"}) {
     if (module == name) return true;
   }
   return false;
@@ -105,7 +106,7 @@ std::optional<ByteWeights> parse_quantization(const JsonFields& config) {
           std::ranges::all_of(
               targets, [](const json& target) { return target == kLinear || names_head(target); }),
       "{}: targets {} is not supported; supported are [\"{}\"] and [\"{}\", \"{}\"]", group.where(),
-      show(group.value().value("targets", json())), kLinear, kLinear, kHead);
+      show(group.value().value("targets", json())), kLinear, kLinear, kHeadModule);
   require_value(group, "format", {format});
   require_value(group, "output_activations", {nullptr});
   require_scheme(JsonFields(group.object("weights"), group.where() + ": weights"), type, "channel",
@@ -120,7 +121,8 @@ std::optional<ByteWeights> parse_quantization(const JsonFields& config) {
 }
 
 ordered_json quantization_to_json(ByteWeights weights) {
-  const auto [type, head] = weights;
+  const auto type = weights.type;
+  const bool head = weights.head;
   const auto scheme = [&](const char* strategy, bool dynamic) {
     return ordered_json{{"num_bits", 8},       {"type", number_name(type)},
                         {"symmetric", true},   {"strategy", strategy},
@@ -132,11 +134,11 @@ ordered_json quantization_to_json(ByteWeights weights) {
           {"quantization_status", "compressed"},
           {"config_groups",
            {{"group_0",
-             {{"targets", head ? ordered_json{kLinear, kHead} : ordered_json{kLinear}},
+             {{"targets", head ? ordered_json{kLinear, kHeadModule} : ordered_json{kLinear}},
               {"weights", scheme("channel", false)},
               {"input_activations", scheme("token", true)},
               {"output_activations", nullptr}}}}},
-          {"ignore", head ? ordered_json::array() : ordered_json{kHead}},
+          {"ignore", head ? ordered_json::array() : ordered_json{kHeadModule}},
           {"kv_cache_scheme", nullptr}};
 }
 
