@@ -225,5 +225,18 @@ TEST(SoftmaxRow, ExponentialIsAccurate) {
   EXPECT_NEAR(softmax.sum, sum, 4 * kEps * sum);
 }
 
+// In whole vectors and behind them: logits far above the others leave exponentials of 0.
+TEST(SoftmaxRow, TheMaximumIsFoundInEveryPlace) {
+  for (const size_t n : {1u, 3u, 16u, 17u, 33u, 47u}) {
+    for (size_t place = 0; place < n; ++place) {
+      std::vector<float> row(n, -20.0f);
+      row[place] = 200.0f;
+      const RowSoftmax softmax = exp_row(row.data(), static_cast<int64_t>(n));
+      EXPECT_EQ(softmax.max, 200.0f) << place << " of " << n;
+      EXPECT_EQ(softmax.sum, 1.0) << place << " of " << n;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace twell

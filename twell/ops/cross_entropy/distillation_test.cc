@@ -167,6 +167,38 @@ TEST(Distillation, ChunksAddUp) {
   EXPECT_TRUE(d_weight.same_bits(d_weight_parts));
 }
 
+// A constant added to all logits of a model or its teacher changes nothing, however large it is.
+TEST(Distillation, LogitsMayBeFarFromZero) {
+  Context ctx(1);
+  const std::vector<int32_t> targets = {2};
+  TestMatrix x(1, 1);
+  x.data()[0] = 1.0f;
+  const auto at = [&](float model_shift, float teacher_shift) {
+    TestMatrix weight(5, 1), teacher(5, 1), d_x(1, 1), d_weight(5, 1);
+    for (int64_t v = 0; v < 5; ++v) {
+      weight.view()(v, 0) = model_shift + static_cast<float>(v * v % 5);
+      teacher.view()(v, 0) = teacher_shift - static_cast<float>(v);
+      d_weight.view()(v, 0) = 0.0f;
+    }
+    return distill(ctx, {.x = x.view(),
+                         .weight = weight.view(),
+                         .teacher_x = x.view(),
+                         .teacher_weight = teacher.view(),
+                         .targets = targets,
+                         .share = 0.5f,
+                         .grad_scale = 1.0f,
+                         .d_x = d_x.view(),
+                         .d_weight = d_weight.view()});
+  };
+  const DistillationResult want = at(0.0f, 0.0f);
+  for (const float shift : {-1000.0f, 1000.0f}) {
+    for (const DistillationResult& got : {at(shift, 0.0f), at(0.0f, shift), at(shift, shift)}) {
+      EXPECT_NEAR(got.ce_sum, want.ce_sum, 1e-9);
+      EXPECT_NEAR(got.kl_sum, want.kl_sum, 1e-9);
+    }
+  }
+}
+
 TEST(Distillation, RefusesVocabulariesThatDiffer) {
   const Problem p;
   Context ctx(1);
