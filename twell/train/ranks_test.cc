@@ -18,6 +18,8 @@
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/dist/test_ranks.h"
 #include "twell/train/engine_cpu.h"
+#include "twell/train/plan.h"
+#include "twell/train/rank_outcome.h"
 #include "twell/train/run.h"
 #include "twell/train/test_run.h"
 #include "twell/train/trainer_state.h"
@@ -29,6 +31,8 @@ namespace fs = std::filesystem;
 using testing::Each;
 using testing::HasSubstr;
 using testing::StrEq;
+
+constexpr double kPeakFlops = 1e9;
 
 class RanksTest : public testing::Test {
  protected:
@@ -113,6 +117,10 @@ class RanksTest : public testing::Test {
         if (now.metrics.step == 0) return;
         if (!now.metrics.samples.empty()) samples_[now.metrics.step] = now.metrics.samples;
         if (on_step_) on_step_(now.metrics.step);
+        // The peak is one rank's.
+        EXPECT_NEAR(*now.metrics.mfu * kPeakFlops * ranks,
+                    now.metrics.tokens_per_second * training_flops_per_token(config(), options),
+                    1e-6 * kPeakFlops);
         curve_.ce.push_back(now.metrics.ce);
         curve_.dead.push_back(now.metrics.layers[0].dead);
       };
@@ -177,6 +185,7 @@ class RanksTest : public testing::Test {
     double validate() override { return engine_.validate(); }
     void read_state(const StateFn& use) override { engine_.read_state(use); }
     void write_state(const StateFn& fill) override { engine_.write_state(fill); }
+    double peak_flops() const override { return kPeakFlops; }
 
    private:
     TrainEngine& engine_;
@@ -487,6 +496,41 @@ TEST_F(RanksTest, AFullDiskEndsNoRun) {
     EXPECT_THAT(run(ranks, folder("lost"), given), Each(StrEq("")));
     EXPECT_EQ(weights_, whole);
   }
+}
+
+// Means are over the tokens of all ranks, of which a rank may have few.
+TEST(CombineOutcomes, WeighsRanksByTheirTokens) {
+  const auto errors = run_ranks(2, [](Communicator& all) {
+    const bool first = all.rank() == 0;
+    StepOutcome outcome;
+    outcome.ce = first ? 2.0 : 4.0;
+    outcome.kl = first ? 8.0 : 16.0;
+    outcome.layers.resize(2);
+    for (size_t i = 0; i < 2; ++i) {
+      const double unit = i == 0 ? 1.0 : 1000.0;
+      outcome.layers[i] = {.nnz = (first ? 40.0 : 80.0) * unit,
+                           .max_nnz = first ? 7 : 5,
+                           .union_neurons = (first ? 20.0 : 24.0) * unit,
+                           .recomputed = first ? 1 : 2,
+                           .tail_rows = first ? 3 : 4,
+                           .l1 = (first ? 12.0 : 16.0) * unit};
+    }
+    combine_outcomes(all, first ? 30.0 : 10.0, outcome);
+    EXPECT_DOUBLE_EQ(outcome.ce, 2.5);
+    EXPECT_DOUBLE_EQ(outcome.kl, 10.0);
+    EXPECT_EQ(outcome.culprit, -1);
+    for (size_t i = 0; i < 2; ++i) {
+      const LayerMetrics& layer = outcome.layers[i];
+      const double unit = i == 0 ? 1.0 : 1000.0;
+      EXPECT_DOUBLE_EQ(layer.nnz, 50.0 * unit);
+      EXPECT_DOUBLE_EQ(layer.l1, 13.0 * unit);
+      EXPECT_DOUBLE_EQ(layer.union_neurons, 21.0 * unit);
+      EXPECT_EQ(layer.recomputed, 3);
+      EXPECT_EQ(layer.tail_rows, 7);
+      EXPECT_EQ(layer.max_nnz, 7);
+    }
+  });
+  EXPECT_THAT(errors, Each(StrEq("")));
 }
 
 TEST_F(RanksTest, TooFewMicroBatchesForTheRanks) {
