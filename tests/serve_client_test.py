@@ -919,6 +919,14 @@ class OtherServersTest(unittest.TestCase):
         gone.head()
         gone.close()
         wait_for_lines(7)
+        connection, usage = Connection(served), []
+        for stream in (False, True):
+            connection.send(request_bytes("POST", "/v1/responses",
+                                          {"input": "secret", "max_output_tokens": 5, "stream": stream}))
+            last = json.loads(connection.reply()[2].decode().split("data: ")[-1])
+            usage.append((last["response"] if stream else last)["usage"])
+        connection.close()
+        wait_for_lines(9)
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         self.assertEqual(lines[0], {"older": True})
         prompt = lines[1]["prompt_tokens"]
@@ -928,6 +936,8 @@ class OtherServersTest(unittest.TestCase):
                           ("GET", "/health", 200, None, None), ("POST", "/v1/completions", 400, None, None),
                           ("GET", "/nothing", 404, None, None)])
         self.assertEqual(lines[6]["status"], 499)
+        self.assertEqual([(line["prompt_tokens"], line["completion_tokens"]) for line in lines[7:]],
+                         [(one["input_tokens"], one["output_tokens"]) for one in usage])
         for line in lines[1:]:
             self.assertRegex(line["time"], r"^20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")
             self.assertGreaterEqual(line["seconds"], 0)
