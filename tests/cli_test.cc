@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The built command, run as a user runs it: training, resuming, killing, and bad input. Every fault
-// must give exit code 2 and one line on stderr.
-#include <fcntl.h>
+// What `twell train`, `tokenize`, `convert` and `report` do to files: runs that repeat, are killed
+// and resume, shards that go on after a kill, and bad data.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <pty.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -31,62 +27,8 @@ using testing::ContainsRegex;
 using testing::HasSubstr;
 using twell::slurp;
 
-class CliTest : public twell::CommandTest {
+class CliTest : public twell::RunTest {
  protected:
-  void SetUp() override {
-    fs::create_directory(folder_ / "text");
-    for (int i = 0; i < 12; ++i) {
-      std::ofstream file(folder_ / "text" / (std::to_string(i) + ".txt"));
-      for (int j = 0; j < 200; ++j) {
-        file << "note " << j << ": the value of item " << i * j << " is " << j % 7 << "\n";
-      }
-    }
-  }
-
-  static std::string golden(const std::string& part) {
-    return TWELL_SOURCE_DIR "/tests/golden/tasks/" + part;
-  }
-  // Arguments of a run of a micro model, followed by `more`.
-  static std::vector<std::string> train(const std::string& out,
-                                        const std::vector<std::string>& more = {}) {
-    std::vector<std::string> words = {"train", "--data",        "text", "--out",
-                                      out,     "--width",       "16",   "--ffn",
-                                      "48",    "--layers",      "1",    "--heads",
-                                      "2",     "--context",     "16",   "--vocab-size",
-                                      "300",   "--micro-batch", "2",    "--validation-sequences",
-                                      "4",     "--threads",     "1"};
-    words.insert(words.end(), more.begin(), more.end());
-    return words;
-  }
-
-  // Standard output of a command on a terminal of that many columns; expects exit code 0. `keys`:
-  // what is typed, each part once the command has written more.
-  std::string run_in_terminal(unsigned short columns, const std::vector<std::string>& arguments,
-                              const std::vector<std::string>& keys = {}) {
-    winsize size{};
-    size.ws_col = columns;
-    size.ws_row = 24;
-    int main_end = -1, terminal = -1;
-    EXPECT_EQ(::openpty(&main_end, &terminal, nullptr, nullptr, &size), 0);
-    const pid_t child = start(arguments, terminal, keys.empty() ? -1 : terminal);
-    ::close(terminal);
-    std::string out;
-    size_t typed = 0, seen = 0;
-    char bytes[4096];
-    for (ssize_t count; (count = ::read(main_end, bytes, sizeof(bytes))) > 0;) {
-      out.append(bytes, static_cast<size_t>(count));
-      // The terminal's echo of what was typed is no answer yet.
-      const size_t echoed = typed == 0 ? 0 : keys[typed - 1].size() + 1;
-      if (typed == keys.size() || out.size() <= seen + echoed) continue;
-      seen = out.size();
-      EXPECT_GT(::write(main_end, keys[typed].data(), keys[typed].size()), 0);
-      ++typed;
-    }
-    ::close(main_end);
-    EXPECT_EQ(finish(child).code, 0);
-    return out;
-  }
-
   // The first token file in a folder of shards.
   fs::path shard_file(const std::string& shards) const {
     for (const fs::directory_entry& entry : fs::directory_iterator(folder_ / shards)) {
@@ -95,16 +37,9 @@ class CliTest : public twell::CommandTest {
     ADD_FAILURE() << "no shard in " << shards;
     return {};
   }
-  std::string weights(const std::string& run) const {
-    return slurp(folder_ / run / "checkpoint" / "model.safetensors");
-  }
-  // Sends `signal` after the run has logged `lines` steps.
-  Result signal_after(pid_t child, const std::string& run, int lines, int signal) const {
-    for (int i = 0; i < 3000; ++i) {
-      const std::string metrics = slurp(folder_ / run / "metrics.jsonl");
-      if (std::count(metrics.begin(), metrics.end(), '\n') >= lines) break;
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
+  // Sends `signal` after the run has logged `count` steps.
+  Result signal_after(pid_t child, const std::string& run, int64_t count, int signal) const {
+    wait_for_lines(run, count);
     ::kill(child, signal);
     return finish(child);
   }
@@ -423,63 +358,6 @@ TEST_F(CliTest, MomentsInBf16ResumeBitForBit) {
   EXPECT_NE(weights("f32"), weights("whole"));
 }
 
-TEST_F(CliTest, BadNumbers) {
-  const auto refused = [&](const std::string& flag, const std::string& value,
-                           const std::string& fault) {
-    expect_refused({"train", "--dry-run", flag, value}, fault);
-  };
-  refused("--steps", "0", "steps");
-  refused("--steps", "-5", "-5");
-  refused("--steps", "many", "--steps");
-  refused("--tokens", "0", "--tokens");
-  refused("--lr", "nan", "--lr must be");
-  refused("--lr", "-1", "--lr must be");
-  refused("--l1", "inf", "--l1 must be");
-  refused("--micro-batch", "0", "micro-batch");
-  refused("--batch-tokens", "1000", "not a multiple");
-  refused("--sequence-length", "1000000", "context");
-  refused("--width", "-8", "-8");
-  refused("--width", "1000000000000", "1000000000000");
-  refused("--heads", "7", "heads");
-  refused("--vocab-size", "0", "0");
-  refused("--keep-last", "0", "--keep-last");
-  refused("--val-fraction", "2", "--val-fraction");
-  refused("--threads", "-1", "--threads");
-  refused("--seed", "-1", "--seed");
-  refused("--preset", "3b", "3b");
-  refused("--device", "tpu", "tpu");
-  refused("--ffn-policy", "fast", "--ffn-policy");
-  refused("--unknown", "1", "--unknown");
-  expect_refused({"train", "--data", "text", "--out", "x", "--layers", "65000"}, "memory");
-  expect_refused({"bench", "ffn", "--tokens", "99999999999999"}, "memory");
-  expect_refused({"bench", "ffn", "--width", "0"}, "--width must be at least 1, got 0");
-  expect_refused({"bench", "ffn", "--ffn", "-8"}, "--ffn must be at least 1, got -8");
-  expect_refused({"bench", "forward", "--preset", "2b", "--batch", "65536"}, "memory");
-  expect_refused({"bench", "decode", "--preset", "2b", "--batch", "99999", "--device", "cpu"},
-                 "memory");
-  expect_refused({"bench", "forward", "--preset", "tiny", "--sequence-length", "99999999999"},
-                 "--sequence-length must");
-  expect_refused({}, "no command");
-  expect_refused({"trian"}, "trian");
-  EXPECT_FALSE(fs::exists(folder_ / "x"));
-}
-
-TEST_F(CliTest, DecodingIsTimedWithoutAGpu) {
-  const Result result =
-      run({"bench", "decode", "--preset", "tiny", "--device", "cpu", "--batch", "1", "3",
-           "--prompt-tokens", "8", "--tokens", "3", "--jsonl", "rows.jsonl"});
-  EXPECT_EQ(result.code, 0) << result.err;
-  std::ifstream rows(folder_ / "rows.jsonl");
-  for (const int batch : {1, 3}) {
-    std::string line;
-    ASSERT_TRUE(std::getline(rows, line));
-    const nlohmann::json row = nlohmann::json::parse(line);
-    EXPECT_EQ(row["batch"], batch);
-    EXPECT_GT(row["sparse_tokens_per_s"].get<double>(), 0.0);
-    EXPECT_GT(row["dense_share_of_bound"].get<double>(), 0.0);
-  }
-}
-
 TEST_F(CliTest, BadData) {
   write("empty.txt", "");
   write("binary.txt", std::string("\x7f"
@@ -663,9 +541,10 @@ TEST_F(CliTest, TokenizeGoesOnAfterAKill) {
     }
   }
   const auto command = [](const std::string& out, const std::vector<std::string>& more) {
-    std::vector<std::string> words = {"tokenize", "--data",      "web",
-                                      "--out",    out,           "--part-mib",
-                                      "1",        "--tokenizer", golden("model/tokenizer.json")};
+    std::vector<std::string> words = {
+        "tokenize", "--data",      "web",
+        "--out",    out,           "--part-mib",
+        "1",        "--tokenizer", golden("tasks/model/tokenizer.json")};
     words.insert(words.end(), more.begin(), more.end());
     return words;
   };
@@ -881,320 +760,6 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
                  "--system goes with --chat");
 }
 
-// Prompts generated together give the same texts as each alone, in their order.
-TEST_F(CliTest, GeneratesForManyPrompts) {
-  ASSERT_EQ(run(train("one", {"--steps", "2"})).code, 0);
-  const std::vector<std::string> greedy = {
-      "generate", "--checkpoint", "one/checkpoint", "--max-tokens", "4", "--temperature",
-      "0",        "--json"};
-  const auto with = [&](std::vector<std::string> more) {
-    more.insert(more.begin(), greedy.begin(), greedy.end());
-    return more;
-  };
-  std::vector<std::string> together = {"--batch", "2"}, texts;
-  std::string lines, objects;
-  for (const char* prompt : {"a", "the", "b c", "a", "int x"}) {
-    together.insert(together.end(), {"--prompt", prompt});
-    lines += std::string(prompt) + "\n";
-    objects += nlohmann::json{{"prompt", prompt}}.dump() + "\n\n";
-    const Result alone = run(with({"--prompt", prompt}));
-    ASSERT_EQ(alone.code, 0) << alone.err;
-    texts.push_back(nlohmann::json::parse(alone.out)["text"]);
-  }
-  write("prompts.txt", lines);
-  write("prompts.jsonl", objects);
-  for (const std::vector<std::string>& given :
-       {together, {"--prompts", "prompts.txt"}, {"--prompts", "prompts.jsonl", "--batch", "3"}}) {
-    const Result many = run(with(given));
-    ASSERT_EQ(many.code, 0) << many.err;
-    std::istringstream out(many.out);
-    size_t count = 0;
-    for (std::string line; std::getline(out, line); ++count) {
-      ASSERT_LT(count, texts.size());
-      EXPECT_EQ(nlohmann::json::parse(line)["text"], texts[count]) << count;
-    }
-    EXPECT_EQ(count, texts.size());
-  }
-  // A signal ends the command with partial results: every prompt still has its line.
-  std::string many;
-  for (int i = 0; i < 20000; ++i) many += "a\n";
-  write("many.txt", many);
-  fs::remove(folder_ / "stdout");  // from the previous run
-  const pid_t child = start({"generate", "--checkpoint", "one/checkpoint", "--prompts", "many.txt",
-                             "--batch", "1", "--max-tokens", "12", "--json"});
-  while (slurp(folder_ / "stdout").empty()) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  ::kill(child, SIGINT);
-  const Result stopped = finish(child);
-  EXPECT_EQ(stopped.code, 130) << stopped.err;
-  EXPECT_EQ(std::count(stopped.out.begin(), stopped.out.end(), '\n'), 20000);
-  EXPECT_THAT(stopped.out, testing::EndsWith("\"text\":\"\",\"tokens\":0}\n"));
-
-  write("bad.jsonl", "{\"prompt\": \"a\"}\n{\"text\": 1}\n");
-  expect_refused({"generate", "--checkpoint", "one/checkpoint", "--prompts", "bad.jsonl"},
-                 "bad.jsonl line 2");
-  expect_refused(with({"--prompt", "a", "--batch", "0"}), "--batch must be at least 1");
-}
-
-// A signal leaves no partially written files.
-TEST_F(CliTest, SignalsEndCommandsThatWriteFiles) {
-  std::string line(999, 'a');
-  for (size_t i = 0; i < line.size(); i += 7) line[i] = ' ';
-  std::ofstream text(folder_ / "long.txt");
-  for (int i = 0; i < 60000; ++i) text << line << "\n";
-  text.close();
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-    const pid_t child = start({"tokenize", "--data", "long.txt", "--out", "shards", "--tokenizer",
-                               golden("model/tokenizer.json"), "--threads", "1"});
-    const auto begun = [&] {
-      return std::any_of(fs::directory_iterator(folder_), fs::directory_iterator(),
-                         [](const fs::directory_entry& entry) {
-                           return entry.path().string().find("shards") != std::string::npos;
-                         });
-    };
-    for (int i = 0; i < 3000 && !begun(); ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-    ::kill(child, signal);
-    EXPECT_EQ(finish(child).code, 128 + signal);
-    EXPECT_FALSE(begun());
-  }
-}
-
-TEST_F(CliTest, LostOutputIsAFailure) {
-  const std::vector<std::vector<std::string>> commands = {
-      {"--help"},
-      {"eval", "--help"},
-      {"--version"},
-      {"doctor", "--json"},
-      {"completion", "bash"},
-      {"train", "--dry-run"},
-      {"generate", "--checkpoint", golden("model"), "--prompt", "a", "--max-tokens", "2",
-       "--quiet"},
-      {"generate", "--checkpoint", golden("model"), "--prompt", "a", "--max-tokens", "2", "--json"},
-      {"eval", "--checkpoint", golden("model"), "--data", "text", "--max-tokens", "50"},
-      {"inspect", "--checkpoint", golden("model"), "--json"},
-  };
-  for (const std::vector<std::string>& command : commands) {
-    const int full = ::open("/dev/full", O_WRONLY);
-    const Result lost = finish(start(command, full));
-    ::close(full);
-    EXPECT_EQ(lost.code, 1) << command[0];
-    EXPECT_THAT(lost.err, HasSubstr("cannot write to standard output: No space left on device"))
-        << command[0];
-    int ends[2];
-    ASSERT_EQ(::pipe(ends), 0);
-    ::close(ends[0]);
-    const Result closed = finish(start(command, ends[1]));
-    ::close(ends[1]);
-    EXPECT_EQ(closed.code, 1) << command[0];
-    EXPECT_THAT(closed.err, testing::Not(HasSubstr("error"))) << command[0];
-  }
-}
-
-// Standard error is on a full disk.
-TEST_F(CliTest, LostErrorMessagesChangeNoExitCode) {
-  fs::create_symlink("/dev/full", folder_ / "stderr");
-  const auto code = [&](const std::vector<std::string>& arguments) {
-    int status = 0;
-    ::waitpid(start(arguments), &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  };
-  EXPECT_EQ(code({"eval", "--checkpoint", "missing", "--data", "text"}), 2);
-  EXPECT_EQ(code({"train", "--stpes", "1"}), 2);
-  EXPECT_EQ(
-      code({"generate", "--checkpoint", golden("model"), "--prompt", "a", "--max-tokens", "2"}), 0);
-}
-
-TEST_F(CliTest, PathsThatNameNoFileOrFolder) {
-  fs::create_symlink("loop", folder_ / "loop");
-  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
-  const std::string loop = "Too many levels of symbolic links";
-  expect_refused({"eval", "--checkpoint", "loop", "--data", "text"}, loop);
-  expect_refused({"report", "--out", "loop"}, loop);
-  expect_refused(train("loop"), loop);
-  expect_refused({"tokenize", "--data", "text", "--vocab-size", "300", "--out", "pipe"}, "pipe");
-  const Result bench = run({"bench", "ffn", "--tokens", "1", "--width", "8", "--ffn", "16",
-                            "--threads", "1", "--jsonl", "pipe"});
-  EXPECT_EQ(bench.code, 2);
-  EXPECT_THAT(bench.err, HasSubstr("cannot write pipe"));
-  // An option whose value is missing, because a shell variable is not set, must not count as
-  // absent.
-  expect_refused({"serve", "--checkpoint", golden("model"), "--port", "0", "--api-key-file", ""},
-                 "--api-key-file must be a path, got ''");
-  expect_refused({"eval", "--checkpoint", golden("model"), "--data", ""}, "--data must be a path");
-}
-
-// Progress lines are made for the terminal's width, and what the terminal echoes is overwritten.
-TEST_F(CliTest, ProgressFollowsTheTerminal) {
-  const std::string out = run_in_terminal(60, train("a", {"--steps", "8"}));
-  size_t lines = 0;
-  for (size_t at = out.find("\rstep "); at != std::string::npos; at = out.find("\rstep ", at + 1)) {
-    const size_t end = out.find("\x1b[K", at);
-    ASSERT_NE(end, std::string::npos);
-    EXPECT_LT(end - at - 1, 60u) << out.substr(at + 1, end - at - 1);
-    EXPECT_NE(out[end - 1], '.') << "cut: " << out.substr(at + 1, end - at - 1);
-    EXPECT_TRUE(out[end + 3] == '\r' || out[end + 3] == '\n') << "the cursor stays at the end";
-    ++lines;
-  }
-  EXPECT_GT(lines, 0u);
-}
-
-// A terminal shows the columns that fit and names the others; a pipe gets all.
-TEST_F(CliTest, TablesFollowTheTerminal) {
-  fs::create_directory_symlink(golden("model"), folder_ / "model");
-  const std::vector<std::vector<std::string>> tables = {
-      {"inspect", "--checkpoint", "model", "--data", "text", "--max-tokens", "200"},
-      {"bench", "forward", "--checkpoint", "model", "--data", "text", "--batch", "1", "--repeats",
-       "1"},
-      {"bench", "ffn", "--width", "16", "--ffn", "32", "--tokens", "4", "--repeats", "1"},
-      {"doctor"}};
-  for (const std::vector<std::string>& arguments : tables) {
-    std::istringstream lines(run_in_terminal(80, arguments));
-    for (std::string line; std::getline(lines, line);) {
-      EXPECT_LE(line.size(), 81u) << line;  // with a carriage return
-    }
-  }
-  EXPECT_THAT(run_in_terminal(80, tables[0]),
-              HasSubstr("Wider terminals and pipes also get: p50, max, union 64, union 128."));
-  for (const std::string& wide : {run_in_terminal(120, tables[0]), run(tables[0]).out}) {
-    EXPECT_THAT(wide, HasSubstr("union 128"));
-    EXPECT_THAT(wide, testing::Not(HasSubstr("also get")));
-  }
-  EXPECT_THAT(run(tables[1]).out, HasSubstr("neurons active per token"));
-}
-
-TEST_F(CliTest, WrongFlagsArePlainlyNamed) {
-  expect_refused({"train", "--setps", "5"}, "unknown option --setps; did you mean --steps?");
-  expect_refused({"train", "--xyzzy"}, "unknown option --xyzzy; 'twell train --help' lists them");
-  expect_refused({"trian"}, "unknown command 'trian'; did you mean train?");
-  expect_refused({"evaluate", "--data", "x"}, "unknown command 'evaluate'; did you mean eval?");
-  expect_refused({"gen"}, "did you mean generate?");
-  expect_refused({"xyzzy"}, "unknown command 'xyzzy'; the commands are train, generate, serve");
-  expect_refused({"train", "--micro"}, "did you mean --micro-batch?");
-  expect_refused({"train", "--steps", "3", "--tokens", "5"},
-                 "--steps cannot be combined with --tokens");
-  expect_refused({"bench"}, "no command given; 'twell bench --help' lists them");
-  expect_refused({"bench", "frward"}, "did you mean forward?");
-  expect_refused({"train", "stray"}, "unexpected word 'stray' behind 'twell train'");
-  expect_refused({"train", "--steps"}, "--steps needs a value");
-  expect_refused({"eval"}, "--checkpoint is required");
-  expect_refused({"train", "--dry-run", "--steps", "1.5"}, "--steps must be a whole number");
-  expect_refused({"train", "--dry-run", "--steps", "9e99"}, "--steps 9e99 is too large");
-  expect_refused({"train", "--dry-run", "--lr", "1e999"}, "--lr must be a number");
-  expect_refused({"train", "--dry-run", "--threads", "9999"}, "--threads must be 0 to 4096");
-  expect_refused({"train", "--dry-run", "--max-data-bytes", "-1"}, "must be at least 0, got -1");
-  expect_refused({"train", "--dry-run", "--width", "0"}, "--width must be");
-  expect_refused({"train", "--dry-run", "--ffn", "0"}, "--ffn must be");
-  expect_refused({"train", "--dry-run", "--save-dtype", "f8"}, "must be f32, bf16 or f16");
-  for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "bench"}) {
-    const std::string help = run({command, "--help"}).out;
-    for (const char* jargon : {"NONNEGATIVE", "FLOAT in", "{error,skip}", "e+308"}) {
-      EXPECT_THAT(help, testing::Not(HasSubstr(jargon))) << command;
-    }
-  }
-  expect_refused({"bench", "ffn", "stray"}, "unexpected word 'stray' behind 'twell bench ffn'");
-  // One option may take several values.
-  expect_refused(
-      {"bench", "decode", "--checkpoint", "none", "--device", "cpu", "--batch", "1", "8"}, "none");
-  expect_refused({"bench", "decode", "--checkpoint", "none", "--kv-heads", "4"},
-                 "--kv-heads changes a preset");
-  // The last of two values wins, and a log line reports it.
-  const Result twice = run({"train", "--dry-run", "--steps", "5", "--steps", "6"});
-  EXPECT_EQ(twice.code, 0);
-  EXPECT_THAT(twice.err, HasSubstr("--steps was given twice"));
-  EXPECT_THAT(twice.out, ContainsRegex("steps +6\n"));
-  // Large numbers in shorter notations.
-  const auto steps = [&](const std::string& text) {
-    return run({"train", "--dry-run", "--steps", text}).out;
-  };
-  EXPECT_THAT(steps("1e6"), ContainsRegex("steps +1000000\n"));
-  EXPECT_EQ(steps("1M"), steps("1e6"));
-  EXPECT_EQ(steps("2.5k"), steps("2500"));
-  EXPECT_EQ(run({"-V"}).out, run({"--version"}).out);
-}
-
-TEST_F(CliTest, CompletesInEveryShell) {
-  for (const char* shell : {"bash", "zsh", "fish"}) {
-    const Result script = run({"completion", shell});
-    EXPECT_EQ(script.code, 0) << script.err;
-    for (const char* word :
-         {"tokenize", "save-dtype", "f32 bf16 f16", "no-gated", "energy-seconds"}) {
-      EXPECT_THAT(script.out, HasSubstr(word)) << shell;
-    }
-    write(std::string("completion.") + shell, script.out);
-  }
-  expect_refused({"completion", "csh"}, "must be bash, zsh or fish");
-  write("complete.sh",
-        "source completion.bash\n"
-        "ask() { COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); _twell; echo \"${COMPREPLY[*]}\"; }\n"
-        "ask twell tok; ask twell train --save-dtype b; ask twell bench ffn --energy\n"
-        "ask twell train --data tex; ask twell train --preset t; ask twell train --schedule w\n"
-        "ask twell generate --ffn d; ask twell train --activation re\n");
-  const std::string answers = (folder_ / "answers").string();
-  ASSERT_EQ(std::system(("cd " + folder_.string() + " && bash complete.sh > " + answers).c_str()),
-            0);
-  EXPECT_EQ(slurp(answers),
-            "tokenize\nbf16\n--energy-seconds\ntext\ntiny\nwsd\ndense\nrelu relu2\n");
-}
-
-TEST_F(CliTest, StandardInputAndRunFolders) {
-  write("stdin", slurp(folder_ / "text" / "1.txt") + slurp(folder_ / "text" / "2.txt"));
-  const Result tokenized = run({"tokenize", "--data", "-", "--out", "shards", "--vocab-size", "300",
-                                "--val-fraction", "0.5"});
-  // One document cannot be split into training and validation, but it was found and read.
-  EXPECT_THAT(tokenized.out + tokenized.err, testing::Not(HasSubstr("no such")));
-  ASSERT_EQ(run(train("run", {"--steps", "2"})).code, 0);
-  const auto generate = [&](const std::string& checkpoint, const std::string& flag,
-                            const std::string& value) {
-    const Result result = run({"generate", "--checkpoint", checkpoint, flag, value, "--max-tokens",
-                               "3", "--temperature", "0", "--quiet"});
-    EXPECT_EQ(result.code, 0) << result.err;
-    return result.out;
-  };
-  write("stdin", "int x");
-  const std::string text = generate("run/checkpoint", "--prompt", "int x");
-  EXPECT_EQ(generate("run", "--prompt", "int x"), text);
-  EXPECT_EQ(generate("run", "--prompt-file", "-"), text);
-  write("stdin", slurp(folder_ / "text" / "1.txt"));
-  const Result piped = run({"eval", "--checkpoint", "run", "--data", "-", "--json"});
-  ASSERT_EQ(piped.code, 0) << piped.err;
-  const Result named = run({"eval", "--checkpoint", "run", "--data", "text/1.txt", "--json"});
-  EXPECT_EQ(nlohmann::json::parse(piped.out)["cross_entropy"],
-            nlohmann::json::parse(named.out)["cross_entropy"]);
-}
-
-// Prompts that do not fit are named, and the others are answered.
-TEST_F(CliTest, APromptThatDoesNotFit) {
-  ASSERT_EQ(run(train("one", {"--steps", "2"})).code, 0);
-  write("prompts.txt", "a\n" + std::string(200, 'x') + "\nb\n");
-  const Result some = run({"generate", "--checkpoint", "one", "--prompts", "prompts.txt",
-                           "--max-tokens", "2", "--json"});
-  EXPECT_EQ(some.code, 2);
-  EXPECT_THAT(some.err, HasSubstr("twell: error: prompts.txt line 2 has "));
-  EXPECT_EQ(std::count(some.out.begin(), some.out.end(), '\n'), 2);
-  EXPECT_THAT(some.out, HasSubstr("\"prompt\":\"b\""));
-  expect_refused({"generate", "--checkpoint", "one", "--prompt", std::string(200, 'x')},
-                 "the prompt has ");
-  const auto line = nlohmann::json::parse(some.out.substr(0, some.out.find('\n')));
-  EXPECT_EQ(line["ids"].size(), line["tokens"]);
-  EXPECT_FALSE(line.contains("log_probs"));
-
-  // The most likely of at most 300 tokens has a probability between 1/300 and 1.
-  const Result scored = run({"generate", "--checkpoint", "one", "--prompt", "a", "--max-tokens",
-                             "3", "--temperature", "0", "--json", "--log-probs"});
-  ASSERT_EQ(scored.code, 0) << scored.err;
-  const auto log_probs = nlohmann::json::parse(scored.out)["log_probs"];
-  ASSERT_EQ(log_probs.size(), 3u);
-  for (const auto& value : log_probs) {
-    EXPECT_GE(value.get<double>(), std::log(1.0 / 300.0));
-    EXPECT_LT(value.get<double>(), 0.0);
-  }
-  expect_refused({"generate", "--checkpoint", "one", "--prompt", "a", "--log-probs"},
-                 "--log-probs needs --json");
-}
-
 // A finished run resumed with more steps continues with its original warm-up.
 TEST_F(CliTest, AFinishedRunGoesOnWithMoreSteps) {
   ASSERT_EQ(run(train("a", {"--steps", "10"})).code, 0);
@@ -1206,56 +771,6 @@ TEST_F(CliTest, AFinishedRunGoesOnWithMoreSteps) {
   const Result damaged = run({"train", "--out", "a", "--resume", "--steps", "50"});
   EXPECT_EQ(damaged.code, 2);
   EXPECT_THAT(damaged.err, testing::Not(HasSubstr("json.exception")));
-}
-
-TEST_F(CliTest, DumpsALayerAndNamesTheFirstStageThatDiffers) {
-  const auto dump = [&](const std::string& out, const std::vector<std::string>& more) {
-    std::vector<std::string> words = {
-        "dump", "--checkpoint", golden("model"), "--device", "cpu", "--threads",
-        "1",    "--prompt",     "a cat",         "--out",    out};
-    words.insert(words.end(), more.begin(), more.end());
-    return words;
-  };
-  EXPECT_EQ(run(dump("a.safetensors", {"--ffn", "dense"})).code, 0);
-  const Result same =
-      run(dump("b.safetensors", {"--ffn", "row-fused", "--against", "a.safetensors"}));
-  EXPECT_EQ(same.code, 0) << same.err;
-  EXPECT_THAT(same.out, HasSubstr("every stage is within"));
-  const Result strict = run(dump(
-      "c.safetensors", {"--ffn", "row-fused", "--against", "a.safetensors", "--tolerance", "0"}));
-  EXPECT_TRUE(strict.code == 0 || strict.out.find("more than 0: ffn\n") != std::string::npos)
-      << strict.out;
-  expect_refused(dump("d.safetensors", {"--layer", "99"}), "layer 99 of a model with layers 0 to");
-  expect_refused(dump("d.safetensors", {"--layer", "1", "--against", "a.safetensors"}),
-                 "a.safetensors is no dump of layer 1");
-  std::vector<std::string> other = dump("d.safetensors", {"--against", "a.safetensors"});
-  std::ranges::replace(other, std::string("a cat"), std::string("a dog"));
-  expect_refused(other, "other tokens");
-}
-
-TEST_F(CliTest, HelpOfEveryCommand) {
-  const Result all = run({"--help"});
-  EXPECT_EQ(all.code, 0);
-  EXPECT_THAT(all.out, HasSubstr("Usage: twell [OPTIONS] COMMAND\n"));
-  for (const char* command : {"train", "tokenize", "generate", "eval", "inspect", "convert",
-                              "bench", "report", "doctor", "dump", "completion"}) {
-    EXPECT_THAT(all.out, HasSubstr(command));
-    const Result help = run({command, "--help"});
-    EXPECT_EQ(help.code, 0) << command;
-    std::istringstream lines(help.out);
-    for (std::string line; std::getline(lines, line);) {
-      // Commands to copy stay on one line.
-      const bool copied = line.starts_with("  twell ") || line.starts_with("  torchrun ");
-      EXPECT_TRUE(copied || line.size() <= 80U) << command << ": " << line;
-    }
-    EXPECT_THAT(help.out, testing::Not(HasSubstr("\n\n\n"))) << command;
-  }
-  EXPECT_THAT(run({"train", "--help"}).out, HasSubstr("--gated,--no-gated "));
-  EXPECT_THAT(run({"eval", "--help"}).out, HasSubstr("(with --tasks)"));
-  expect_refused({"completion"}, "SHELL is required: bash, zsh or fish");
-  expect_refused({"inspect", "--checkpoint", "nowhere"}, "nowhere does not exist");
-  expect_refused({"inspect", "--checkpoint", golden("model"), "--html", "nowhere/page.html"},
-                 "cannot write nowhere/page.html");
 }
 
 }  // namespace

@@ -20,10 +20,6 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using testing::HasSubstr;
 
-fs::path golden(const std::string& name) {
-  return fs::path(TWELL_SOURCE_DIR) / "tests" / "golden" / name;
-}
-
 // A safetensors file made of this header and `bytes` zeros.
 std::string safetensors(const std::string& header, size_t bytes) {
   const uint64_t size = header.size();

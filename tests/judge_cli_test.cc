@@ -21,12 +21,9 @@ using testing::HasSubstr;
 
 class JudgeCli : public CommandTest {
  protected:
-  static std::string golden(const std::string& part) {
-    return (fs::path(TWELL_SOURCE_DIR) / "tests" / "golden" / "tasks" / part).string();
-  }
   static std::vector<std::string> eval(const std::string& tasks, const std::string& data,
                                        const std::vector<std::string>& more = {}) {
-    std::vector<std::string> words = {"eval",    "--checkpoint", golden("model"),
+    std::vector<std::string> words = {"eval",    "--checkpoint", golden("tasks/model"),
                                       "--tasks", tasks,          "--task-data",
                                       data,      "--threads",    "1"};
     words.insert(words.end(), more.begin(), more.end());
@@ -35,7 +32,7 @@ class JudgeCli : public CommandTest {
 };
 
 TEST_F(JudgeCli, TasksAsTableAndJson) {
-  const Result table = run(eval("arc_easy,winogrande", golden("data"), {"--out", "out"}));
+  const Result table = run(eval("arc_easy,winogrande", golden("tasks/data"), {"--out", "out"}));
   ASSERT_EQ(table.code, 0) << table.err;
   EXPECT_THAT(table.out, HasSubstr("acc_norm %"));
   EXPECT_THAT(table.out, testing::ContainsRegex("arc_easy +3 +0.00 ± 0.00 +33.33 ± 33.33"));
@@ -46,15 +43,15 @@ TEST_F(JudgeCli, TasksAsTableAndJson) {
   EXPECT_FALSE(kept["tasks"]["winogrande"].contains("acc_norm"));
   EXPECT_EQ(kept["tasks"]["arc_easy"]["items"], 3);
   const Result printed =
-      run(eval("arc_easy,winogrande", golden("data"), {"--out", "out", "--json"}));
+      run(eval("arc_easy,winogrande", golden("tasks/data"), {"--out", "out", "--json"}));
   EXPECT_EQ(json::parse(printed.out), kept);
-  const Result one = run(eval("piqa", golden("data"), {"--limit", "1", "--json"}));
+  const Result one = run(eval("piqa", golden("tasks/data"), {"--limit", "1", "--json"}));
   EXPECT_TRUE(json::parse(one.out)["tasks"]["piqa"]["acc_stderr"].is_null());
 }
 
 TEST_F(JudgeCli, ParquetGivesTheSameScores) {
-  const json lines = json::parse(run(eval("arc_easy,piqa", golden("data"), {"--json"})).out);
-  const Result result = run(eval("arc_easy,piqa", golden("parquet"), {"--json"}));
+  const json lines = json::parse(run(eval("arc_easy,piqa", golden("tasks/data"), {"--json"})).out);
+  const Result result = run(eval("arc_easy,piqa", golden("tasks/parquet"), {"--json"}));
   ASSERT_EQ(result.code, 0) << result.err;
   const json rows = json::parse(result.out);
   EXPECT_EQ(rows["mean_acc"], lines["mean_acc"]);
@@ -96,16 +93,17 @@ TEST_F(JudgeCli, StoppedTasksContinueToTheSameScores) {
 }
 
 TEST_F(JudgeCli, BadTasks) {
-  expect_refused(eval("piqa,mmlu", golden("data")), "unknown task 'mmlu'");
-  expect_refused(eval("piqa,piqa", golden("data")), "named twice");
+  expect_refused(eval("piqa,mmlu", golden("tasks/data")), "unknown task 'mmlu'");
+  expect_refused(eval("piqa,piqa", golden("tasks/data")), "named twice");
   expect_refused(eval("piqa", "missing"), "missing is not a folder");
   expect_refused(eval("piqa", "."), "no items of piqa");
-  expect_refused(eval("piqa", golden("data"), {"--batch-tokens", "-1"}), "at least one token");
-  expect_refused(eval("piqa", golden("data"), {"--limit", "-1"}), "--limit");
-  expect_refused(eval("piqa", golden("data"), {"--ffn", "fast"}), "fast");
-  expect_refused(eval("piqa", golden("data"), {"--data", "x"}),
+  expect_refused(eval("piqa", golden("tasks/data"), {"--batch-tokens", "-1"}),
+                 "at least one token");
+  expect_refused(eval("piqa", golden("tasks/data"), {"--limit", "-1"}), "--limit");
+  expect_refused(eval("piqa", golden("tasks/data"), {"--ffn", "fast"}), "fast");
+  expect_refused(eval("piqa", golden("tasks/data"), {"--data", "x"}),
                  "--data cannot be combined with --tasks");
-  expect_refused({"eval", "--checkpoint", golden("model"), "--tasks", "piqa"}, "--task-data");
+  expect_refused({"eval", "--checkpoint", golden("tasks/model"), "--tasks", "piqa"}, "--task-data");
   write("piqa.jsonl", "{\"goal\": \"g\", \"sol1\": \"a\", \"label\": 0}\n");
   expect_refused(eval("piqa", "."), "piqa.jsonl line 1 has no \"sol2\"");
   write("winogrande/validation-00000-of-00001.parquet", "PAR1");
@@ -117,7 +115,7 @@ TEST_F(JudgeCli, InspectAsTableJsonAndPage) {
   for (int i = 0; i < 300; ++i) text += "The cork <floats> & the stone sinks " + std::to_string(i);
   write("text.txt", text);
   const std::vector<std::string> words = {
-      "inspect", "--checkpoint", golden("model"), "--data", "text.txt", "--threads", "1"};
+      "inspect", "--checkpoint", golden("tasks/model"), "--data", "text.txt", "--threads", "1"};
   const auto with = [&](const std::vector<std::string>& more) {
     std::vector<std::string> all = words;
     all.insert(all.end(), more.begin(), more.end());
@@ -149,7 +147,7 @@ TEST_F(JudgeCli, InspectAsTableJsonAndPage) {
        {"http:", "https:", "<script", "src=", "href=", "@import", "url(", "nan", "inf"}) {
     EXPECT_THAT(page, testing::Not(HasSubstr(outside)));
   }
-  const Result plain = run({"inspect", "--checkpoint", golden("model"), "--html", "p.html"});
+  const Result plain = run({"inspect", "--checkpoint", golden("tasks/model"), "--html", "p.html"});
   EXPECT_EQ(plain.code, 0) << plain.err;
   EXPECT_THAT(slurp(folder_ / "p.html"), HasSubstr("parameters"));
 }

@@ -4,11 +4,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pty.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
@@ -16,6 +18,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "twell/base/test_folder.h"
@@ -35,6 +38,10 @@ class CommandTest : public testing::Test {
     int code = -1;  // exit code, or 128 + signal number
     std::string out, err;
   };
+
+  static std::string golden(const std::string& part) {
+    return TWELL_SOURCE_DIR "/tests/golden/" + part;
+  }
 
   // Runs in the test's folder. Input is the file stdin there, or empty; output goes to the files
   // stdout and stderr there. `out_file`: an open file that receives stdout instead; `in_file`: a
@@ -91,6 +98,34 @@ class CommandTest : public testing::Test {
     }
   }
 
+  // Standard output of a command on a terminal of that many columns; expects exit code 0. `keys`:
+  // what is typed, each part once the command has written more.
+  std::string run_in_terminal(unsigned short columns, const std::vector<std::string>& arguments,
+                              const std::vector<std::string>& keys = {}) {
+    winsize size{};
+    size.ws_col = columns;
+    size.ws_row = 24;
+    int main_end = -1, terminal = -1;
+    EXPECT_EQ(::openpty(&main_end, &terminal, nullptr, nullptr, &size), 0);
+    const pid_t child = start(arguments, terminal, keys.empty() ? -1 : terminal);
+    ::close(terminal);
+    std::string out;
+    size_t typed = 0, seen = 0;
+    char bytes[4096];
+    for (ssize_t count; (count = ::read(main_end, bytes, sizeof(bytes))) > 0;) {
+      out.append(bytes, static_cast<size_t>(count));
+      // The terminal's echo of what was typed is no answer yet.
+      const size_t echoed = typed == 0 ? 0 : keys[typed - 1].size() + 1;
+      if (typed == keys.size() || out.size() <= seen + echoed) continue;
+      seen = out.size();
+      EXPECT_GT(::write(main_end, keys[typed].data(), keys[typed].size()), 0);
+      ++typed;
+    }
+    ::close(main_end);
+    EXPECT_EQ(finish(child).code, 0);
+    return out;
+  }
+
   std::filesystem::path write(const std::string& name, std::string_view text) const {
     return temp_.write(name, text);
   }
@@ -100,6 +135,46 @@ class CommandTest : public testing::Test {
 
  protected:
   const std::filesystem::path& folder_ = temp_.path();
+};
+
+// Runs of a micro model on the text in the folder `text`.
+class RunTest : public CommandTest {
+ protected:
+  void SetUp() override {
+    std::filesystem::create_directory(folder_ / "text");
+    for (int i = 0; i < 12; ++i) {
+      std::ofstream file(folder_ / "text" / (std::to_string(i) + ".txt"));
+      for (int j = 0; j < 200; ++j) {
+        file << "note " << j << ": the value of item " << i * j << " is " << j % 7 << "\n";
+      }
+    }
+  }
+
+  // Arguments of a run, followed by `more`.
+  static std::vector<std::string> train(const std::string& out,
+                                        const std::vector<std::string>& more = {}) {
+    std::vector<std::string> words = {"train", "--data",        "text", "--out",
+                                      out,     "--width",       "16",   "--ffn",
+                                      "48",    "--layers",      "1",    "--heads",
+                                      "2",     "--context",     "16",   "--vocab-size",
+                                      "300",   "--micro-batch", "2",    "--validation-sequences",
+                                      "4",     "--threads",     "1"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  }
+  std::string weights(const std::string& run) const {
+    return slurp(folder_ / run / "checkpoint" / "model.safetensors");
+  }
+  // Steps that a run has logged.
+  int64_t lines(const std::string& run) const {
+    const std::string metrics = slurp(folder_ / run / "metrics.jsonl");
+    return std::count(metrics.begin(), metrics.end(), '\n');
+  }
+  void wait_for_lines(const std::string& run, int64_t count) const {
+    for (int i = 0; i < 4000 && lines(run) < count; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
 };
 
 }  // namespace twell

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Faults inside the server and of its socket, and how it ends. What clients see of it:
-// tests/serve_client_test.py and tests/serve_http_test.py; any bytes on a connection: http_fuzz.cc.
+// tests/serve_client_test.py, serve_life_test.py and serve_http_test.py; any bytes on a connection:
+// http_fuzz.cc.
 #include "twell/serve/http_server.h"
 
 #include <gtest/gtest.h>
