@@ -199,6 +199,19 @@ TEST_F(ChatRunTest, FilesThatACheckpointLacks) {
   EXPECT_EQ(nlohmann::json::parse(others.at("tokenizer_config.json"))["pad_token"], "<pad>");
 }
 
+TEST_F(ChatRunTest, TextFilesOfACheckpointAreKept) {
+  const TextFiles files = {{"tokenizer_config.json", "{}"},
+                           {"generation_config.json", "{}"},
+                           {"special_tokens_map.json", "{}"},
+                           {"chat_template.jinja", "a"},
+                           {"additional_chat_templates/tool_use.jinja", "b"}};
+  const fs::path to = temp_.path() / "to";
+  fs::create_directories(to);
+  save_text_files(to, config(), data_.tokenizer, files);
+  std::ofstream(to / "additional_chat_templates" / "notes.txt") << "no template";
+  EXPECT_EQ(text_files_of(to), files);
+}
+
 TEST_F(ChatRunTest, SettingsThatDoNotGoTogether) {
   RunSettings settings;
   settings.chat_template = "turns.jinja";
