@@ -4,8 +4,6 @@
 namespace twell {
 namespace {
 
-constexpr int kBuilt[] = {0, TWELL_MACHINE_CODE};  // none in a portable build of PTX alone
-
 // Compiled as all portable kernels are.
 __global__ void machine_code_kernel() {}
 
@@ -17,7 +15,5 @@ cudaError_t machine_code_cuda(GpuCode& code) {
   code = {.binary = attributes.binaryVersion, .ptx = attributes.ptxVersion};
   return status;
 }
-
-std::span<const int> built_machine_code() { return std::span(kBuilt).subspan(1); }
 
 }  // namespace twell
