@@ -224,7 +224,7 @@ TEST(TextSource, NamesTheFaultOfABadFile) {
   EXPECT_THAT(fault("4.jsonl", "{\"text\": \"a\", \"text\": null}"), HasSubstr("no string field"));
   EXPECT_THAT(fault("5.jsonl", "\"text\"\n"), HasSubstr("line 1 is not a JSON object"));
   EXPECT_THAT(fault("6.jsonl", "{\"text\": \"a\xFF\"}"), HasSubstr("invalid UTF-8 at byte 11"));
-  // Behind lines and documents that are read already.
+  // The byte is counted from the file's beginning, lines and documents before it included.
   EXPECT_THAT(fault("10.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\xFF\"}\n"),
               HasSubstr("invalid UTF-8 at byte 25"));
   EXPECT_THAT(fault("two", std::string("one\0two\xFF\0", 9)), HasSubstr("invalid UTF-8 at byte 7"));

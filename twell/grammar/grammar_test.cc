@@ -329,7 +329,7 @@ TEST_F(GrammarTest, TheCacheIsBounded) {
   }
 }
 
-// What was not used for longest goes first, and its bytes with it.
+// The cache drops the grammar that was not used for longest, and counts its bytes no more.
 TEST_F(GrammarTest, TheCacheForgetsTheOldestByItsBytes) {
   const auto text = [](int i) {
     return GrammarText{GrammarText::Kind::kEbnf, fmt::format("root ::= \"{}\" [0-9]*", i)};

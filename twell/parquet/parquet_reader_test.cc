@@ -221,7 +221,7 @@ std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int6
   return "PAR1" + page + metadata + size + "PAR1";
 }
 
-// Of zeros.
+// A file whose dictionary and values are zeros.
 std::string file_of_dictionary(int32_t type, int64_t values, int64_t bytes, int64_t entries) {
   const std::string zeros(static_cast<size_t>(bytes), '\0');
   std::string packed(ZSTD_compressBound(zeros.size()), '\0');
@@ -241,7 +241,7 @@ TEST(ParquetReader, DictionariesAreBoundedByTheirBytes) {
               HasSubstr("a dictionary of 10 values in 39 bytes"));
 }
 
-// As hadoop's writers make them.
+// Hadoop's writers make such pages: one gzip member after another.
 TEST(ParquetReader, GzipPagesMayHaveSeveralMembers) {
   const auto gzip = [](std::string bytes) {
     std::string packed(200, '\0');

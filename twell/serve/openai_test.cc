@@ -69,7 +69,7 @@ TEST(OpenAi, CompletionFields) {
   EXPECT_EQ(options.sampler.top_k, 0);
   EXPECT_EQ(options.sampler.min_p, 0.1f);
   EXPECT_EQ(options.sampler.seed, std::numeric_limits<uint64_t>::max());
-  // Of the smallest share of the probability, only the most likely token is left.
+  // A top_p of 0 leaves only the most likely token, which is what temperature 0 draws.
   const SamplerOptions least =
       parse_completion(R"({"prompt": "a", "top_p": 0})", kMost).options.sampler;
   EXPECT_EQ(least.temperature, 0.0f);

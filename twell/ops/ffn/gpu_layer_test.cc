@@ -59,7 +59,8 @@ std::string choices(const GpuProperties& properties, int64_t width, int64_t ffn)
   return letters;
 }
 
-// As measured on both; a change of the costs that changes one of these needs measurements.
+// Measurements on both GPUs agree with these choices, so a change of the costs that changes one
+// needs new measurements.
 TEST(GpuDevices, OnHopperEveryChoiceIsTheMeasuredOne) {
   EXPECT_EQ(choices(kH200, 2048, 5632),
             "DDDDDR DDDDRR DDDDRr SSSSbb SSSbbb SMMggg SMMggg MMMggg MMTggg TTTTgg");

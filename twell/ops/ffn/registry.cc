@@ -419,9 +419,9 @@ std::string_view gpu_weights_name(GpuWeights weights) {
 }
 
 GpuDevice gpu_device_of(const GpuProperties& properties) {
-  // Of a capability and those above it: tensor cores per SM and clock (whitepapers of GA100, GA102,
-  // AD102, GH100, GB100 and GB202), and a card's clock and memory (A100 40 GB, RTX A6000, L40S,
-  // H200, B200, RTX PRO 6000).
+  // What holds from a capability on: rates of the tensor cores per SM and clock, as the whitepapers
+  // of GA100, GA102, AD102, GH100, GB100 and GB202 state them, and the clock and memory of one card
+  // (A100 40 GB, RTX A6000, L40S, H200, B200, RTX PRO 6000) for drivers that report neither.
   struct Generation {
     int least_capability;
     double mma_flops, gemm_flops, clock_ghz, bandwidth;
