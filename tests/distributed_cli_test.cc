@@ -25,18 +25,8 @@ namespace fs = std::filesystem;
 using testing::HasSubstr;
 using twell::slurp;
 
-class DistributedTest : public twell::CommandTest {
+class DistributedTest : public twell::RunTest {
  protected:
-  void SetUp() override {
-    fs::create_directory(folder_ / "text");
-    for (int i = 0; i < 12; ++i) {
-      std::ofstream file(folder_ / "text" / (std::to_string(i) + ".txt"));
-      for (int j = 0; j < 200; ++j) {
-        file << "note " << j << ": the value of item " << i * j << " is " << j % 7 << "\n";
-      }
-    }
-  }
-
   // Four micro-batches a step.
   static std::vector<std::string> train(const std::string& out,
                                         const std::vector<std::string>& more = {}) {
@@ -50,16 +40,6 @@ class DistributedTest : public twell::CommandTest {
                                       "1"};
     words.insert(words.end(), more.begin(), more.end());
     return words;
-  }
-
-  int64_t lines(const std::string& run) const {
-    const std::string metrics = slurp(folder_ / run / "metrics.jsonl");
-    return std::count(metrics.begin(), metrics.end(), '\n');
-  }
-  void wait_for_lines(const std::string& run, int64_t count) const {
-    for (int i = 0; i < 4000 && lines(run) < count; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
   }
   int64_t option(const std::string& run, const std::string& name) const {
     const std::string options = slurp(folder_ / run / "options.json");
