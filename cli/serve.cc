@@ -201,7 +201,7 @@ void add_serve_command(Command& root, CommonOptions& common) {
   command
       .value("--cors-origin", &arguments->server.allowed_origins, "ORIGIN",
              "A site whose pages may use the server from a browser, such as https://chat.example "
-             "or http://localhost:3000; *: any site")
+             "or http://localhost:3000; localhost: pages of this machine on any port; *: any site")
       .several_values();
   command.value("--log-requests", &arguments->log_requests, "FILE",
                 "Append a line of JSON for each request: time, path, status, tokens, seconds; no "

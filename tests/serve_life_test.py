@@ -34,7 +34,8 @@ class ServerLifeTest(unittest.TestCase):
         self.assertEqual(served.stop(), 0)
         folder = pathlib.Path(tempfile.mkdtemp(prefix="twell-keys-"))
         (folder / "keys").write_text("secret\n")
-        served = Served(BINARY, "--cors-origin", "https://chat.example", "--api-key-file", folder / "keys")
+        served = Served(BINARY, "--cors-origin", "https://chat.example", "--cors-origin", "localhost",
+                        "--api-key-file", folder / "keys")
 
         def ask(method, path, headers, body=b""):
             connection = Connection(served)
@@ -48,7 +49,10 @@ class ServerLifeTest(unittest.TestCase):
         self.assertEqual(headers["access-control-allow-origin"], "https://chat.example")
         self.assertEqual(headers["access-control-allow-methods"], "GET, POST")
         self.assertEqual(headers["access-control-allow-headers"], "authorization,content-type")
+        self.assertEqual(headers["access-control-allow-credentials"], "true")
         self.assertEqual(headers["vary"], "Origin")
+        status, headers = ask("OPTIONS", "/v1/models", ["Origin: http://127.0.0.1:5173", *preflight[1:]])
+        self.assertEqual((status, headers["access-control-allow-origin"]), (200, "http://127.0.0.1:5173"))
         self.assertEqual(ask("OPTIONS", "/v1/models", ["Origin: https://evil.example", *preflight[1:]])[0], 403)
         self.assertEqual(ask("OPTIONS", "/none", preflight)[0], 404)
         self.assertEqual(ask("OPTIONS", "/v1/models", [])[0], 405)

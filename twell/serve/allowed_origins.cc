@@ -26,6 +26,23 @@ bool is_origin(std::string_view text) {
          std::ranges::all_of(host, of_host);
 }
 
+// A page of this machine, whatever its port: http(s)://localhost, 127.0.0.1 or [::1]. A name that
+// only begins so, such as localhost.example, is another site's.
+bool is_local(std::string_view origin) {
+  for (const std::string_view scheme : {"http://", "https://"}) {
+    if (!origin.starts_with(scheme)) continue;
+    for (const std::string_view host : {"localhost", "127.0.0.1", "[::1]"}) {
+      std::string_view port = origin.substr(scheme.size());
+      if (!port.starts_with(host)) continue;
+      port.remove_prefix(host.size());
+      if (port.empty()) return true;
+      const auto digit = [](char c) { return c >= '0' && c <= '9'; };
+      return port.size() > 1 && port[0] == ':' && std::ranges::all_of(port.substr(1), digit);
+    }
+  }
+  return false;
+}
+
 // Names of fields, separated by commas.
 bool are_field_names(std::string_view text) {
   return !text.empty() && std::ranges::all_of(text, [](char c) {
@@ -42,19 +59,25 @@ AllowedOrigins::AllowedOrigins(const std::vector<std::string>& origins) {
       any_ = true;
       continue;
     }
+    if (given == "localhost") {
+      local_ = true;
+      continue;
+    }
     std::string origin = given;
     std::ranges::transform(origin, origin.begin(), lower);
     TWELL_REQUIRE(
         is_origin(origin),
         "\"{}\" is not the origin of a page: write https://HOST, http://HOST:PORT (without "
-        "a path), or * for any",
+        "a path), localhost for every port of this machine, or * for any",
         given);
     origins_.insert(std::move(origin));
   }
 }
 
-bool AllowedOrigins::allow(std::string_view origin) const {
-  return any_ || origins_.contains(origin);
+bool AllowedOrigins::allow(std::string_view origin) const { return any_ || names(origin); }
+
+bool AllowedOrigins::names(std::string_view origin) const {
+  return (local_ && is_local(origin)) || origins_.contains(origin);
 }
 
 AllowedOrigins::Headers AllowedOrigins::headers(const CrossOrigin& request) const {
@@ -63,6 +86,8 @@ AllowedOrigins::Headers AllowedOrigins::headers(const CrossOrigin& request) cons
   out.emplace_back("Vary", "Origin");
   if (request.origin.empty() || !allow(request.origin)) return out;
   out.emplace_back("Access-Control-Allow-Origin", request.origin);
+  // "*" means pages of sites that nobody thought of, which must not act with a user's cookies.
+  if (names(request.origin)) out.emplace_back("Access-Control-Allow-Credentials", "true");
   if (!request.is_preflight()) return out;
   out.emplace_back("Access-Control-Allow-Methods", "GET, POST");
   // "*" would leave out Authorization.

@@ -28,20 +28,23 @@ class AllowedOrigins {
   using Headers = std::vector<std::pair<std::string, std::string>>;
 
   AllowedOrigins() = default;  // none
-  // origins: such as "https://chat.example" or "http://localhost:3000"; "*": any. InputError for
-  // what is no origin.
+  // origins: such as "https://chat.example" or "http://localhost:3000"; "localhost": pages of this
+  // machine, whatever their port; "*": any. InputError for what is no origin.
   explicit AllowedOrigins(const std::vector<std::string>& origins);
 
-  bool empty() const { return !any_ && origins_.empty(); }
+  bool empty() const { return !any_ && !local_ && origins_.empty(); }
   bool allow(std::string_view origin) const;
   // What a reply says to the browser: nothing where no origin is allowed, or the request has none.
-  // Credentials that the browser keeps (cookies) are never asked for; keys of the API are fields
-  // that the page sends itself.
+  // Pages of origins that are named may send what the browser keeps for the server: its own API
+  // has no cookies, but a proxy in front may. Keys of the API are fields that a page sends itself.
   Headers headers(const CrossOrigin& request) const;
 
  private:
+  bool names(std::string_view origin) const;  // other than by "*"
+
   std::set<std::string, std::less<>> origins_;
   bool any_ = false;
+  bool local_ = false;
 };
 
 }  // namespace twell

@@ -33,6 +33,44 @@ TEST(AllowedOrigins, OnlyThoseThatAreNamed) {
   }
 }
 
+TEST(AllowedOrigins, LocalhostIsEveryPortOfThisMachine) {
+  const AllowedOrigins local({"localhost"});
+  EXPECT_FALSE(local.empty());
+  for (const char* origin :
+       {"http://localhost", "http://localhost:8080", "https://localhost:3000", "http://127.0.0.1",
+        "http://127.0.0.1:3000", "http://[::1]", "https://[::1]:3000"}) {
+    EXPECT_TRUE(local.allow(origin)) << origin;
+    EXPECT_EQ(told(local, {.origin = origin})["Access-Control-Allow-Origin"], origin);
+  }
+  for (const char* origin :
+       {"http://web.example", "http://notlocalhost", "http://localhost.example",
+        "http://localhost:", "http://localhost:80.example", "http://127.0.0.10",
+        "http://[::1].example", "localhost", "ftp://localhost", "http://localhost@web.example",
+        "null", ""}) {
+    EXPECT_FALSE(local.allow(origin)) << origin;
+  }
+  const AllowedOrigins both({"localhost", "https://a.example"});
+  EXPECT_TRUE(both.allow("https://a.example"));
+  EXPECT_TRUE(both.allow("http://localhost:1"));
+  EXPECT_FALSE(both.allow("https://b.example"));
+}
+
+// A page that fetches with "credentials: include" gets a reply only where this field is. With "*"
+// it would let any page act with a user's cookies of a proxy in front.
+TEST(AllowedOrigins, CookiesOnlyForOriginsThatAreNamed) {
+  const char* field = "Access-Control-Allow-Credentials";
+  const AllowedOrigins two({"https://a.example", "localhost"});
+  for (const char* origin : {"https://a.example", "http://localhost:3000"}) {
+    EXPECT_EQ(told(two, {.origin = origin})[field], "true") << origin;
+    EXPECT_EQ(told(two, {.origin = origin, .wanted_method = "POST"})[field], "true") << origin;
+  }
+  EXPECT_FALSE(told(two, {.origin = "https://b.example"}).contains(field));
+  EXPECT_FALSE(told(AllowedOrigins({"*"}), {.origin = "https://a.example"}).contains(field));
+  const AllowedOrigins all({"*", "https://a.example"});
+  EXPECT_EQ(told(all, {.origin = "https://a.example"})[field], "true");
+  EXPECT_FALSE(told(all, {.origin = "https://b.example"}).contains(field));
+}
+
 TEST(AllowedOrigins, PreflightsHearWhatMayFollow) {
   const AllowedOrigins any({"*"});
   auto headers = told(any, {.origin = "null",
@@ -49,8 +87,8 @@ TEST(AllowedOrigins, PreflightsHearWhatMayFollow) {
 }
 
 TEST(AllowedOrigins, RefusesWhatIsNoOrigin) {
-  for (const char* text : {"", "localhost", "https://a.example/", "https://", "://a", "a b://c",
-                           "https://a.example/path", "https://a,b"}) {
+  for (const char* text : {"", "Localhost:3000", "https://a.example/", "https://", "://a",
+                           "a b://c", "https://a.example/path", "https://a,b"}) {
     EXPECT_THROW(AllowedOrigins({text}), InputError) << text;
   }
 }
