@@ -3,8 +3,9 @@
 // own for the few rows of a decoding step.
 //   op(A) [M, K] f32, op(B) [K, N] f32, bf16, f16 or signed bytes, C [M, N] f32; strides are
 //   honoured.
-// B is widened to f32, which is exact: in registers for few rows, block by block for many. The
-// scales of signed bytes multiply the columns of C, with beta 0 alone.
+// B is widened to f32, which is exact: in registers for few rows, block by block for many. Few rows
+// times signed bytes are products of integers (byte_products.h), for which A is rounded to 16 bits.
+// The scales of signed bytes multiply the columns of C, with beta 0 alone.
 // A linear layer with weight W [out, in] is y = x W^T: trans_b on W; its backward is
 // dx = dy W and dW += dy^T x.
 // Errors: Error when shapes disagree. Deterministic for a given shape and thread count.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "twell/base/error.h"
+#include "twell/ops/matmul/byte_products.h"
 #include "twell/ops/matmul/matmul.h"
 #include "twell/ops/matmul/row_products.h"
 
@@ -275,7 +276,9 @@ void scale_columns(Context& ctx, MatrixF c, const float* scales) {
 
 void multiply(Context& ctx, const Matmul& problem, int64_t k) {
   const auto& [a, b, c, trans_a, trans_b, beta] = problem;
-  if (c.rows <= kFewRows && !trans_a) {
+  const bool bytes = b.dtype == DType::kI8;
+  if (c.rows <= kFewRows && !trans_a && (!bytes || k <= kMostByteDepth)) {
+    if (bytes) return trans_b ? byte_row_products(ctx, a, b, c) : byte_row_sums(ctx, a, b, c);
     return trans_b ? row_products(ctx, a, b, c, beta) : row_sums(ctx, a, b, c, beta);
   }
   b.dtype == DType::kF32 ? run_onednn(ctx, problem, k) : run_widened(ctx, problem, k);

@@ -176,42 +176,6 @@ void sum_columns(ConstMatrixF a, Matrix<const T> b, MatrixF c, float beta, int64
   for (; first < b.rows; ++first) add_rows<1>(a, b, c, first, begin, end);
 }
 
-// sums [a.rows, columns] = the sum of rows [begin, end) of B times their columns of A. Four places
-// of B are read at once, as in products, so the order of additions is that of the places.
-void sum_bytes(ConstMatrixF a, Matrix<const I8> b, int64_t begin, int64_t end, MatrixF sums) {
-  const Tag d;
-  const hn::CappedTag<float, 1> one;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t row = 0; row < a.rows; ++row) std::fill_n(sums.row(row), sums.cols, 0.0f);
-  const int64_t step = (end - begin) / kRowsB;
-  const auto add = [&]<int kRows>(std::integral_constant<int, kRows>, int64_t first,
-                                  int64_t apart) HWY_ATTR {
-    const I8* rows[kRows];
-    for (int i = 0; i < kRows; ++i) rows[i] = b.row(first + i * apart);
-    const auto add_at = [&](auto tag, int64_t at) HWY_ATTR {
-      hn::Vec<decltype(tag)> values[kRows];
-      for (int i = 0; i < kRows; ++i) values[i] = load_weights(tag, rows[i] + at);
-      for (int64_t row = 0; row < a.rows; ++row) {
-        auto sum = hn::LoadU(tag, sums.row(row) + at);
-        for (int i = 0; i < kRows; ++i) {
-          sum = hn::MulAdd(hn::Set(tag, a(row, first + i * apart)), values[i], sum);
-        }
-        hn::StoreU(sum, tag, sums.row(row) + at);
-      }
-    };
-    int64_t at = 0;
-    for (; at + kLine <= sums.cols; at += kLine) {
-      for (int i = 0; i < kRows; ++i) hwy::Prefetch(rows[i] + at + kAheadBytes);
-      for (int64_t j = at; j < at + kLine; j += lanes) add_at(d, j);
-    }
-    for (; at + lanes <= sums.cols; at += lanes) add_at(d, at);
-    for (; at < sums.cols; ++at) add_at(one, at);
-  };
-  for (int64_t i = begin; i < begin + step; ++i)
-    add(std::integral_constant<int, kRowsB>(), i, step);
-  for (int64_t i = begin + kRowsB * step; i < end; ++i) add(std::integral_constant<int, 1>(), i, 1);
-}
-
 template <typename T>
 Matrix<const T> typed(const WeightMatrix& b) {
   return {reinterpret_cast<const T*>(b.data), b.rows, b.cols, b.stride};
@@ -219,20 +183,20 @@ Matrix<const T> typed(const WeightMatrix& b) {
 
 }  // namespace
 
-// The two for B of any dtype: columns [begin, end) of C.
+// The two for B of floats of any dtype: columns [begin, end) of C.
 void products_of(ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta, int64_t begin,
                  int64_t end) {
   with_weight_type(b.dtype, [&]<typename T>(const T*) {
-    product_columns<T>(a, typed<T>(b), c, beta, begin, end);
+    if constexpr (!std::is_same_v<T, I8>) {
+      product_columns<T>(a, typed<T>(b), c, beta, begin, end);
+    }
   });
 }
 void sums_of(ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta, int64_t begin,
              int64_t end) {
-  with_weight_type(
-      b.dtype, [&]<typename T>(const T*) { sum_columns<T>(a, typed<T>(b), c, beta, begin, end); });
-}
-void byte_sums_of(ConstMatrixF a, const WeightMatrix& b, int64_t begin, int64_t end, MatrixF sums) {
-  sum_bytes(a, typed<I8>(b), begin, end, sums);
+  with_weight_type(b.dtype, [&]<typename T>(const T*) {
+    if constexpr (!std::is_same_v<T, I8>) sum_columns<T>(a, typed<T>(b), c, beta, begin, end);
+  });
 }
 
 }  // namespace HWY_NAMESPACE
@@ -243,39 +207,10 @@ HWY_AFTER_NAMESPACE();
 namespace twell {
 HWY_EXPORT(products_of);
 HWY_EXPORT(sums_of);
-HWY_EXPORT(byte_sums_of);
 
 namespace {
 
 constexpr int64_t kWorthAThread = int64_t{1} << 16;  // multiply-adds: some ten microseconds
-
-// Rows of bytes are short, and a thread's columns of them shorter: threads share the rows instead,
-// in blocks that do not depend on the number of threads, and the blocks' sums are added in order.
-void byte_row_sums(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta) {
-  constexpr int64_t kBlock = 256;  // rows: each of the four places is half a MiB at most
-  const int64_t blocks = (b.rows + kBlock - 1) / kBlock;
-  Arena::Scope scope(ctx.scratch());
-  const MatrixF sums = scope.matrix<float>(blocks * a.rows, c.cols);
-  const int64_t grain = kWorthAThread / (kBlock * c.cols * a.rows) + 1;
-  ctx.parallel_for(blocks, grain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t block = begin; block < end; ++block) {
-      HWY_DYNAMIC_DISPATCH(byte_sums_of)
-      (a, b, block * kBlock, std::min((block + 1) * kBlock, b.rows),
-       sums.slice_rows(block * a.rows, a.rows));
-    }
-  });
-  const int64_t add_grain = kWorthAThread / (blocks * c.cols) + 1;
-  ctx.parallel_for(c.rows, add_grain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      float* const out = c.row(row);
-      for (int64_t col = 0; col < c.cols; ++col) out[col] = beta == 0.0f ? 0.0f : beta * out[col];
-      for (int64_t block = 0; block < blocks; ++block) {
-        const float* const sum = sums.row(block * a.rows + row);
-        for (int64_t col = 0; col < c.cols; ++col) out[col] += sum[col];
-      }
-    }
-  });
-}
 
 }  // namespace
 
@@ -288,7 +223,6 @@ void row_products(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF c
 }
 
 void row_sums(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF c, float beta) {
-  if (b.dtype == DType::kI8) return byte_row_sums(ctx, a, b, c, beta);
   constexpr int64_t kColumns = 128;  // four lines of bf16, and a multiple of every vector
   const int64_t groups = (c.cols + kColumns - 1) / kColumns;
   const int64_t grain = kWorthAThread / (kColumns * a.cols * a.rows) + 1;
