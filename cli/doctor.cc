@@ -101,16 +101,17 @@ nlohmann::json examine() {
   struct sysinfo memory {};
   ::sysinfo(&memory);
   const double gib = static_cast<double>(memory.mem_unit) / (1 << 30);
-  return {{"version", TWELL_VERSION},
-          {"cpu", cpu_name()},
-          {"cores", available_threads()},
-          {"memory_gib", static_cast<double>(memory.totalram) * gib},
-          {"simd", simd_targets()},
-          {"narrow_products", narrow_products()},
-          {"int8_weights", "widened to f32 in registers, " + simd_targets().front()},
-          {"onednn",
-           fmt::format("{}.{}.{}", DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH)},
-          {"cuda", cuda_report()}};
+  return {
+      {"version", TWELL_VERSION},
+      {"cpu", cpu_name()},
+      {"cores", available_threads()},
+      {"memory_gib", static_cast<double>(memory.totalram) * gib},
+      {"simd", simd_targets()},
+      {"narrow_products", narrow_products()},
+      {"int8_weights", "few tokens in integers, more widened to f32, " + simd_targets().front()},
+      {"onednn",
+       fmt::format("{}.{}.{}", DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH)},
+      {"cuda", cuda_report()}};
 }
 
 void print(const nlohmann::json& report) {
@@ -127,7 +128,7 @@ void print(const nlohmann::json& report) {
   for (const auto& [name, has] : report["narrow_products"].items()) {
     if (has.get<bool>()) narrow += (narrow.empty() ? "" : ", ") + name;
   }
-  fmt::print("bf16, int8   the processor has {}; this build multiplies in f32\n",
+  fmt::print("bf16, int8   the processor has {}; this build uses none\n",
              narrow.empty() ? "no products of them" : narrow);
   fmt::print("int8 weights {}\n", report["int8_weights"].get<std::string>());
   fmt::print("oneDNN       {}\n", report["onednn"].get<std::string>());
