@@ -130,11 +130,26 @@ def check(reports):
     return wrong, count
 
 
-def source_of(path, build):
-    """The source of an object: library/CMakeFiles/X.dir/ops/a.cu.o is that of twell/ops/a.cu."""
+def sources_of(path, build):
+    """The sources of an object: library/CMakeFiles/X.dir/ops/a.cu.o is that of twell/ops/a.cu, and
+    library/CMakeFiles/X.dir/units/b.cu.o that of the sources which library/units/b.cu includes."""
     folder, _, rest = path.relative_to(build).as_posix().partition("/CMakeFiles/")
     source = rest.partition("/")[2].removesuffix(".o")
-    return f"{'twell' if folder == 'library' else folder}/{source}"
+    unit = build / folder / source
+    if source.startswith("units/"):
+        return re.findall(r'^#include "(.*)"$', unit.read_text(), re.M) if unit.is_file() else []
+    return [f"{'twell' if folder == 'library' else folder}/{source}"]
+
+
+def objects_of(build, root=ROOT):
+    """{object: its sources} of sources that still are, each in the newest object made of it."""
+    newest = {}
+    for path in sorted(build.glob("**/*.cu.o"), key=lambda path: path.stat().st_mtime):
+        newest |= {source: path for source in sources_of(path, build) if (root / source).is_file()}
+    objects = {}
+    for source, path in newest.items():
+        objects.setdefault(path, []).append(source)
+    return objects
 
 
 def missing(sources, build, root=ROOT):
@@ -160,17 +175,15 @@ def main():
         reports = [(arguments.report.name, arguments.report.read_text())]
     elif arguments.build:
         tool = find_cuobjdump()
-        objects = {source_of(path, arguments.build): path for path in arguments.build.glob("**/*.cu.o")}
-        # What a source left behind that is no more.
-        objects = {source: path for source, path in objects.items() if (ROOT / source).is_file()}
+        objects = objects_of(arguments.build)
         if not objects:
             sys.exit(f"check_spills: no kernels under {arguments.build}")
-        wrong, compiler = missing(objects, arguments.build), compiler_of(arguments.build)
+        built = [source for sources in objects.values() for source in sources]
+        wrong, compiler = missing(built, arguments.build), compiler_of(arguments.build)
 
-        def report(source):
-            run = subprocess.run([tool, "-res-usage", objects[source]], capture_output=True, text=True,
-                                 check=True)
-            return source, run.stdout
+        def report(path):
+            run = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+            return ", ".join(objects[path]), run.stdout
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             reports = list(pool.map(report, sorted(objects)))
@@ -181,7 +194,7 @@ def main():
         lines = ["no kernel in the report"]
     for line in wrong + lines:
         print(line)
-    print(f"spills: {count} kernels in {len(reports)} files, {len(ALLOWED)} may use local memory, "
+    print(f"spills: {count} kernels in {len(reports)} objects, {len(ALLOWED)} may use local memory, "
           f"{len(wrong) + len(lines)} errors")
     if lines and compiler != COMPILER:
         print(f"spills: of nvcc {compiler}, while the figures allowed are of {COMPILER}: no error")

@@ -3,6 +3,7 @@
 """scripts/check_spills.py reads cuobjdump's report: names, architectures, the most of a kernel's
 instances, what is allowed and what needs not be; and misses no source."""
 
+import os
 import pathlib
 import sys
 import tempfile
@@ -82,14 +83,26 @@ class CheckSpills(unittest.TestCase):
     def test_a_source_that_was_not_built_fails(self):
         with tempfile.TemporaryDirectory() as folder:
             root = pathlib.Path(folder)
-            for source in ("twell/ops/a/deep.cu", "twell/top.cu", "bench/b.cu", "tests/c.cu"):
-                (root / source).parent.mkdir(parents=True, exist_ok=True)
-                (root / source).touch()
             build = root / "build"
-            built = [check_spills.source_of(build / path, build) for path in (
-                "library/CMakeFiles/twell_ops_a.dir/ops/a/deep.cu.o",
-                "bench/CMakeFiles/twell_bench.dir/b.cu.o")]
-            self.assertEqual(built, ["twell/ops/a/deep.cu", "bench/b.cu"])
+            made = "library/CMakeFiles/twell_ops_a.dir/"
+            files = ("twell/ops/a/deep.cu", "twell/ops/a/one.cu", "twell/ops/a/two.cu", "twell/top.cu",
+                     "bench/b.cu", "tests/c.cu", f"build/{made}ops/a/deep.cu.o", f"build/{made}ops/a/gone.cu.o",
+                     f"build/{made}ops/a/one.cu.o", f"build/{made}units/ops_a_0_portable.cu.o",
+                     "build/library/units/ops_a_0_portable.cu",
+                     "build/bench/CMakeFiles/twell_bench.dir/b.cu.o")
+            for age, file in enumerate(files):
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                (root / file).touch()
+                os.utime(root / file, (age, age))
+            (build / "library/units/ops_a_0_portable.cu").write_text(
+                '#include "twell/ops/a/one.cu"\n#include "twell/ops/a/two.cu"\n')
+            objects = check_spills.objects_of(build, root)
+            # Of one.cu, which was compiled by itself before, the unit is newer.
+            self.assertEqual(objects, {
+                build / made / "ops/a/deep.cu.o": ["twell/ops/a/deep.cu"],
+                build / made / "units/ops_a_0_portable.cu.o": ["twell/ops/a/one.cu", "twell/ops/a/two.cu"],
+                build / "bench/CMakeFiles/twell_bench.dir/b.cu.o": ["bench/b.cu"]})
+            built = [source for sources in objects.values() for source in sources]
             (line,) = check_spills.missing(built, build, root)
             self.assertTrue(line.startswith("twell/top.cu is not built"))
 

@@ -13,7 +13,7 @@ namespace twell {
 namespace {
 
 // Enough tokens to fill the device.
-constexpr int64_t kPrefillTokens = 2048;
+constexpr int64_t kCudaPrefillTokens = 2048;
 // Tokens scored together: enough for the output head to be a matrix product.
 constexpr int64_t kScoreRows = 64;
 // A server's steps have any number of sequences.
@@ -45,7 +45,7 @@ bool draws_alike(const Draw& a, const Draw& b) {
 // Steps of a 2b model with sparse layers, in steps of one sequence, on an H200
 // (bench/results/2026-11-23-h200-decode.txt): 1.5 for two, 1.6 for four, 2.1 for eight. Dense ones
 // gain more by each further row.
-constexpr double kTwoRows = 1.45, kRowCost = 0.1;
+constexpr double kTwoRows = 1.45, kFurtherRow = 0.1;
 
 }  // namespace
 
@@ -61,7 +61,7 @@ SessionCuda::CachePlan SessionCuda::full_plan(const ModelConfig& config,
 }
 
 ForwardPlanCuda SessionCuda::forward_plan(const CachePlan& cache, const SessionOptions& options) {
-  const int64_t prefill = checked_prefill_tokens(options, kPrefillTokens);
+  const int64_t prefill = checked_prefill_tokens(options, kCudaPrefillTokens);
   // Pieces of prompts, one token of each other sequence, and drafts, which count as sequences.
   return {.max_tokens = std::min(prefill, cache.capacity * cache.slots) + cache.rows(),
           .max_sequences = cache.rows(),
@@ -113,7 +113,7 @@ SessionCuda::SessionCuda(CudaContext& ctx, const ModelCuda& model, const Session
     : Session(cache_plan(ctx, model.config(), options, reserved_bytes)),
       ctx_(ctx),
       model_(model),
-      prefill_tokens_(checked_prefill_tokens(options, kPrefillTokens)),
+      prefill_tokens_(checked_prefill_tokens(options, kCudaPrefillTokens)),
       forward_(ctx, model, forward_plan(full_plan(model.config(), options), options)),
       cache_(model.config(), slots(), capacity(), blocks(), options.cache.eight_bits),
       logit_rows_(std::max(rows(), kScoreRows)),
@@ -530,7 +530,7 @@ int64_t SessionCuda::drafts_of_step(int64_t drafts) const {
 }
 
 double SessionCuda::step_cost(int64_t rows) const {
-  return rows <= 1 ? 1.0 : kTwoRows + kRowCost * static_cast<double>(rows - 2);
+  return rows <= 1 ? 1.0 : kTwoRows + kFurtherRow * static_cast<double>(rows - 2);
 }
 
 void SessionCuda::count_tokens(int64_t new_tokens) {

@@ -102,7 +102,7 @@ namespace {
 // Numbers per token that a micro-batch has in Buffers::batch.
 int64_t batch_rows(const TrainingPlanCuda& plan) { return plan.document_mask ? 5 : 3; }
 
-constexpr int64_t kAlignBytes = 256;  // the alignment of cudaMalloc
+constexpr int64_t kCudaAlignBytes = 256;  // the alignment of cudaMalloc
 
 // Whether backward recomputes this for some layer.
 bool makes_again(const TrainingPlanCuda& plan, RecomputeLevel of) {
@@ -201,7 +201,7 @@ void carve_attention(const ModelConfig& config, const TrainingPlanCuda& plan, Na
 }
 
 NamedCarver count_activations(const ModelConfig& config, const TrainingPlanCuda& plan) {
-  NamedCarver carver(nullptr, kAlignBytes);
+  NamedCarver carver(nullptr, kCudaAlignBytes);
   carve(config, plan, carver);
   return carver;
 }
@@ -209,7 +209,7 @@ NamedCarver count_activations(const ModelConfig& config, const TrainingPlanCuda&
 // Memory is allocated for this many times the expected active neurons, and allocated again when it
 // is too small or more than twice too large.
 constexpr double kRoom = 1.25;
-constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
+constexpr int64_t kF32Bytes = static_cast<int64_t>(sizeof(float));
 
 FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainingPlanCuda& plan) {
   return {.max_tokens = plan.shape.tokens(),
@@ -226,7 +226,7 @@ int64_t library_bytes(const ModelConfig& config, MicroBatchShape shape) {
   constexpr int64_t kCublasBytes = int64_t{32} << 20;
   const int64_t padded = (shape.length + 127) / 128 * 128;
   const int64_t scores = config.heads * padded * padded * 2;
-  const int64_t queries = shape.tokens() * config.q_width() * kFloatBytes;
+  const int64_t queries = shape.tokens() * config.q_width() * kF32Bytes;
   return kCublasBytes + queries +
          std::max(scores, std::min(scores * shape.sequences, kMaxScoreBytes));
 }
@@ -239,7 +239,7 @@ void require_supported(const ModelConfig& config, MicroBatchShape shape) {
 // All users share the scratch memory; the workspace's own bytes come on top.
 int64_t scratch_bytes(const CudaContext& ctx, const ModelConfig& config,
                       const TrainingPlanCuda& plan, bool hybrid) {
-  NamedCarver attention(nullptr, kAlignBytes);
+  NamedCarver attention(nullptr, kCudaAlignBytes);
   ActivationViewsCuda unused;
   carve_attention(config, plan, attention, unused);
   const int64_t others =
@@ -266,7 +266,7 @@ TrainingCuda::Buffers::Buffers(CudaContext& ctx, const ModelConfig& config,
       embedding(plan.shape.tokens(), config.width),
       batch(batch_rows(plan) * plan.shape.tokens()),
       slots{StagingSlot(batch.size()), StagingSlot(batch.size())} {
-  NamedCarver carver(memory.data(), kAlignBytes);
+  NamedCarver carver(memory.data(), kCudaAlignBytes);
   views = carve(config, plan, carver);
   make_scratch(ctx, config, plan, hybrid);
   const RopeTable table = rope_table(config, plan.shape.length);
@@ -287,7 +287,7 @@ void TrainingCuda::Buffers::make_scratch(CudaContext& ctx, const ModelConfig& co
   ffn_workspace.emplace(ctx, ffn_shape(config, plan), hybrid, scratch.data());
   std::byte* const others = scratch.data() + FfnTrainWorkspaceCuda::kOwnBytes;
   head.emplace(plan.shape.tokens(), config.vocab_size, others, plan.distills);
-  NamedCarver carver(others, kAlignBytes);
+  NamedCarver carver(others, kCudaAlignBytes);
   carve_attention(config, plan, carver, views);
 }
 
@@ -335,7 +335,7 @@ std::vector<MemoryItem> TrainingCuda::memory_plan(const CudaContext& ctx, const 
   items.push_back(
       {"batch, positions, rotations, embedding",
        EmbeddingWorkspaceCuda::bytes_needed(tokens, config.width) +
-           kFloatBytes * ((batch_rows(plan) + 1) * tokens + plan.shape.length * config.head_dim)});
+           kF32Bytes * ((batch_rows(plan) + 1) * tokens + plan.shape.length * config.head_dim)});
   items.push_back({"cuDNN and cuBLAS (estimate)", library_bytes(config, plan.shape)});
   return items;
 }

@@ -24,6 +24,9 @@
 
 namespace twell {
 
+// Kernels take powers of two: e^x = 2^(kLog2E x).
+inline constexpr float kLog2E = 1.4426950408889634f;
+
 // Sequences as cuDNN takes them. Few different sizes need few of its plans, so these are rounded
 // up; further sequences are empty. cuDNN multiplies values behind the end of a sequence's keys, in
 // its last block (launch_kv_clear_behind) and in block 0, by zero: they must be finite.

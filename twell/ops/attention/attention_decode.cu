@@ -39,7 +39,6 @@ using route::kLeastKeys;
 using route::kMostQueries;
 using route::kWarpsPerSm;
 constexpr int kPiece = 8;  // values in one 16-byte load
-constexpr float kLog2E = 1.4426950408889634f;
 static_assert(kKvBlock % kTile == 0 && kLeastKeys % kKvBlock == 0);
 
 // What a CTA computes. Only lengths and tables are read to find it, so that it may be found before

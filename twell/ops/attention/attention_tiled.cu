@@ -13,13 +13,12 @@
 namespace twell {
 namespace {
 
-constexpr int kKeys = 64;  // per tile
-constexpr int kPiece = 8;  // values in a 16-byte copy
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kKeys = 64;   // per tile
+constexpr int kCopied = 8;  // values in a 16-byte copy
 
 // Rows of shared tiles are padded by one piece, which keeps ldmatrix free of bank conflicts.
 template <int kHeadDim>
-constexpr int kRow = kHeadDim + kPiece;
+constexpr int kRow = kHeadDim + kCopied;
 
 // How a block divides the work; Buffers: tiles of keys, and of values, in shared memory.
 template <int HeadDim, int Warps, int Buffers>
@@ -60,9 +59,9 @@ __device__ void load_matrices_transposed(uint32_t (&r)[4], const __nv_bfloat16* 
 template <int kHeadDim, int kRows, int kThreads>
 __device__ void load_tile(__nv_bfloat16* tile, const __nv_bfloat16* from, int64_t stride, int rows,
                           int head_dim) {
-  constexpr int kPieces = kHeadDim / kPiece;
+  constexpr int kPieces = kHeadDim / kCopied;
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
-    const int row = i / kPieces, col = i % kPieces * kPiece;
+    const int row = i / kPieces, col = i % kPieces * kCopied;
     const bool valid = row < rows && col < head_dim;
     copy_async(tile + row * kRow<kHeadDim> + col, valid ? from + row * stride + col : from, valid);
   }

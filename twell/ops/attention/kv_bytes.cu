@@ -8,17 +8,18 @@
 namespace twell {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kPiece = 8;                 // values of a lane
+constexpr int kCopyThreads = 128;
+constexpr int kLaneValues = 8;            // values of a lane
 constexpr uint32_t kNotFinite = 0x7f80u;  // bf16 from these bits on, without the sign
 
 // kLanes lanes of a warp take a head of a token's keys or values.
 template <int kLanes>
-__global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p) {
+__global__ void __launch_bounds__(kCopyThreads) kv_store_bytes_kernel(KvStoreBytes p) {
   gpu::allow_next_kernel();
   gpu::wait_for_previous_kernel();
-  const int64_t item = (int64_t{blockIdx.x} * kThreads + static_cast<int>(threadIdx.x)) / kLanes;
-  const int column = static_cast<int>(threadIdx.x) % kLanes * kPiece;
+  const int64_t item =
+      (int64_t{blockIdx.x} * kCopyThreads + static_cast<int>(threadIdx.x)) / kLanes;
+  const int column = static_cast<int>(threadIdx.x) % kLanes * kLaneValues;
   const int heads = static_cast<int>(p.kv_heads);
   const int64_t token = item / (2 * heads);
   const int part = static_cast<int>(item % (2 * heads)), head = part % heads;
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) kv_store_bytes_kernel(KvStoreBytes p
 }
 
 // A CTA takes a head of a sequence's block of keys or values.
-__global__ void __launch_bounds__(kThreads) kv_load_bytes_kernel(KvLoadBytes p) {
+__global__ void __launch_bounds__(kCopyThreads) kv_load_bytes_kernel(KvLoadBytes p) {
   const int block = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y);
   const int heads = static_cast<int>(p.kv_heads), part = static_cast<int>(blockIdx.z);
   const int left = p.kv_len[sequence] - block * kKvBlock;
@@ -79,9 +80,9 @@ __global__ void __launch_bounds__(kThreads) kv_load_bytes_kernel(KvLoadBytes p) 
   const int64_t width = heads * p.head_dim;
   const int8_t* rows = from.data + from_row * width + head * p.head_dim;
   __nv_bfloat16* to = (part < heads ? p.k : p.v) + to_row * width + head * p.head_dim;
-  const int pieces = static_cast<int>(p.head_dim) / kPiece;
-  for (int i = static_cast<int>(threadIdx.x); i < kKvBlock * pieces; i += kThreads) {
-    const int row = i / pieces, column = i % pieces * kPiece;
+  const int pieces = static_cast<int>(p.head_dim) / kLaneValues;
+  for (int i = static_cast<int>(threadIdx.x); i < kKvBlock * pieces; i += kCopyThreads) {
+    const int row = i / pieces, column = i % pieces * kLaneValues;
     uint4 values{};
     if (row < left) {
       const float scale = scales[row];
@@ -99,48 +100,48 @@ __global__ void __launch_bounds__(kThreads) kv_load_bytes_kernel(KvLoadBytes p) 
 }
 
 // A CTA takes a sequence's rows of a layer.
-__global__ void __launch_bounds__(kThreads) kv_clear_behind_kernel(KvClearBehind p) {
+__global__ void __launch_bounds__(kCopyThreads) kv_clear_behind_kernel(KvClearBehind p) {
   const int sequence = static_cast<int>(blockIdx.x), kv_len = p.kv_len[sequence];
   const int used = kv_len % kKvBlock;
   if (used == 0) return;  // also an empty sequence, which has no block
   const int32_t block = p.tables[p.kv_begin[sequence] + kv_len / kKvBlock];
   auto* const rows = reinterpret_cast<uint4*>(p.v + blockIdx.y * p.layer_size +
                                               int64_t{kv_row(block, used)} * p.width);
-  const int pieces = (kKvBlock - used) * static_cast<int>(p.width / kPiece);
-  for (int i = static_cast<int>(threadIdx.x); i < pieces; i += kThreads) rows[i] = uint4{};
+  const int pieces = (kKvBlock - used) * static_cast<int>(p.width / kLaneValues);
+  for (int i = static_cast<int>(threadIdx.x); i < pieces; i += kCopyThreads) rows[i] = uint4{};
 }
 
 template <int kLanes>
 cudaError_t launch_store(const KvStoreBytes& p, cudaStream_t stream) {
-  const int64_t ctas = ceil_div(p.tokens * 2 * p.kv_heads * kLanes, int64_t{kThreads});
+  const int64_t ctas = ceil_div(p.tokens * 2 * p.kv_heads * kLanes, int64_t{kCopyThreads});
   return gpu::launch_dependent(kv_store_bytes_kernel<kLanes>, dim3(static_cast<unsigned>(ctas)),
-                               kThreads, 0, stream, p);
+                               kCopyThreads, 0, stream, p);
 }
 
 }  // namespace
 
 cudaError_t launch_kv_store_bytes(const KvStoreBytes& p, cudaStream_t stream) {
   if (p.tokens == 0) return cudaSuccess;
-  if (p.head_dim % kPiece != 0 || p.head_dim > 32 * kPiece) return cudaErrorInvalidValue;
-  if (p.head_dim <= 8 * kPiece) return launch_store<8>(p, stream);
-  if (p.head_dim <= 16 * kPiece) return launch_store<16>(p, stream);
+  if (p.head_dim % kLaneValues != 0 || p.head_dim > 32 * kLaneValues) return cudaErrorInvalidValue;
+  if (p.head_dim <= 8 * kLaneValues) return launch_store<8>(p, stream);
+  if (p.head_dim <= 16 * kLaneValues) return launch_store<16>(p, stream);
   return launch_store<32>(p, stream);
 }
 
 cudaError_t launch_kv_load_bytes(const KvLoadBytes& p, cudaStream_t stream) {
   if (p.sequences == 0 || p.max_kv_len == 0) return cudaSuccess;
-  if (p.head_dim % kPiece != 0) return cudaErrorInvalidValue;
+  if (p.head_dim % kLaneValues != 0) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(ceil_div(p.max_kv_len, int64_t{kKvBlock})),
                   static_cast<unsigned>(p.sequences), static_cast<unsigned>(2 * p.kv_heads));
-  kv_load_bytes_kernel<<<grid, kThreads, 0, stream>>>(p);
+  kv_load_bytes_kernel<<<grid, kCopyThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
 cudaError_t launch_kv_clear_behind(const KvClearBehind& p, cudaStream_t stream) {
   if (p.sequences == 0 || p.layers == 0) return cudaSuccess;
-  if (p.width % kPiece != 0) return cudaErrorInvalidValue;
+  if (p.width % kLaneValues != 0) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(p.sequences), static_cast<unsigned>(p.layers));
-  kv_clear_behind_kernel<<<grid, kThreads, 0, stream>>>(p);
+  kv_clear_behind_kernel<<<grid, kCopyThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -62,7 +62,7 @@ struct HiddenBackward {
   bool keeps_g = false;
 };
 
-constexpr int kThreads = 256;
+constexpr int kHiddenThreads = 256;
 constexpr int kRows = static_cast<int>(kHiddenRows);
 
 // Sets bits of a word in global memory. Returns how many were 0 before; each bit counts for one
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t hidden_word(uint32_t g, uint32_t u, uint32_t
 
 // Each CTA handles kRows tokens.
 template <Activation kKind>
-__global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward problem) {
+__global__ void __launch_bounds__(kHiddenThreads) hidden_forward_kernel(HiddenForward problem) {
   __shared__ int row_nnz[kRows];
   const int pieces = static_cast<int>((problem.ffn + 7) / 8);
   const float threshold = problem.threshold, share = share_of(problem.relu_share);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   uint32_t* mask = problem.union_mask + first_row / kUnionTokens * ((problem.ffn + 31) / 32);
   int nnz[kRows] = {}, union_neurons = 0;
   float l1 = 0.0f;
-  for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
+  for (int piece = threadIdx.x; piece < pieces; piece += kHiddenThreads) {
     uint32_t any = 0;  // bit per neuron of the piece: it fires on one of the rows
     const int64_t left = problem.ffn - int64_t{piece} * 8;
     const uint32_t valid = left >= 8 ? 0xff : (1u << left) - 1;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   if (threadIdx.x % 32 == 0 && union_neurons > 0) {
     atomicAdd(&problem.counts->union_neurons, static_cast<unsigned long long>(union_neurons));
   }
-  const double sum = block_sum<kThreads>(static_cast<double>(l1));
+  const double sum = block_sum<kHiddenThreads>(static_cast<double>(l1));
   __shared__ bool last;
   if (threadIdx.x == 0) {
     int total = 0, most = 0;
@@ -172,8 +172,9 @@ __global__ void __launch_bounds__(kThreads) hidden_forward_kernel(HiddenForward 
   __syncthreads();
   if (!last) return;
   double all = 0.0;
-  for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) all += __ldcg(problem.sum.parts + i);
-  all = block_sum<kThreads>(all);
+  for (unsigned i = threadIdx.x; i < gridDim.x; i += kHiddenThreads)
+    all += __ldcg(problem.sum.parts + i);
+  all = block_sum<kHiddenThreads>(all);
   if (threadIdx.x == 0) {
     problem.counts->l1_sum += all;
     *problem.sum.ticket = 0;
@@ -334,7 +335,7 @@ void dense_forward_cuda(CudaContext& ctx, const FfnTrainForwardCuda& problem, Ff
                              .relu_share = problem.relu_share};
     const auto ctas = static_cast<unsigned>(hidden_ctas(problem.tokens));
     with_activation(weights.activation, [&]<Activation kKind>() {
-      hidden_forward_kernel<kKind><<<ctas, kThreads, 0, ctx.stream()>>>(step);
+      hidden_forward_kernel<kKind><<<ctas, kHiddenThreads, 0, ctx.stream()>>>(step);
     });
     TWELL_CUDA_CHECK_LAUNCH("hidden_forward_kernel");
   }

@@ -12,10 +12,10 @@ namespace {
 // In a gated layer counting is a part of the multiplication. Without a gate it is a pass of its own
 // over a sample of the tokens.
 constexpr int64_t kSampleStride = 16;
-constexpr int kThreads = 256;
+constexpr int kActivateThreads = 256;
 // CTAs of the multiplication, four per SM of an H200: enough to use the memory, and few atomic
 // additions to the sums, which as one per token took as long as the pass itself.
-constexpr int64_t kMostCtas = 528;
+constexpr int64_t kMostActivateCtas = 528;
 
 // Counts active neurons of the tokens of one CTA.
 class ActiveCounter {
@@ -23,7 +23,7 @@ class ActiveCounter {
   // Adds one token's counts of all threads of the CTA, which all call it.
   __device__ void add(int count, int64_t row, int32_t* row_nnz) {
     // Alternating rows, so that threads of the next token do not overwrite what is being read.
-    __shared__ int of_warp[2][kThreads / 32];
+    __shared__ int of_warp[2][kActivateThreads / 32];
     int* const counts = of_warp[tokens_ % 2];
     ++tokens_;
     count = __reduce_add_sync(~0u, count);
@@ -31,7 +31,7 @@ class ActiveCounter {
     __syncthreads();
     if (threadIdx.x != 0) return;
     int total = 0;
-    for (int warp = 0; warp < kThreads / 32; ++warp) total += counts[warp];
+    for (int warp = 0; warp < kActivateThreads / 32; ++warp) total += counts[warp];
     if (row_nnz != nullptr) row_nnz[row] = total;
     nnz_ += static_cast<unsigned long long>(total);
     most_ = max(most_, static_cast<unsigned long long>(total));
@@ -50,14 +50,14 @@ class ActiveCounter {
 
 // CTAs take tokens in turn.
 template <Activation kActivation>
-__global__ void __launch_bounds__(kThreads) activate_multiply_kernel(ActivateMultiply p) {
+__global__ void __launch_bounds__(kActivateThreads) activate_multiply_kernel(ActivateMultiply p) {
   const int pieces = static_cast<int>(p.ffn / 8);
   const bool counted = p.row_nnz != nullptr || p.counts != nullptr;
   ActiveCounter counter;
   for (int64_t row = blockIdx.x * p.stride; row < p.tokens; row += gridDim.x * p.stride) {
     int count = 0;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+    for (int i = threadIdx.x; i < pieces; i += kActivateThreads) {
       const int64_t at = row * pieces + i;
       const uint4 g = reinterpret_cast<const uint4*>(p.g)[at];
       const uint4 u = p.u != nullptr ? reinterpret_cast<const uint4*>(p.u)[at] : uint4{};
@@ -90,8 +90,9 @@ __global__ void __launch_bounds__(kThreads) activate_multiply_kernel(ActivateMul
 
 template <Activation kActivation>
 cudaError_t launch(const ActivateMultiply& p, cudaStream_t stream) {
-  const auto ctas = static_cast<unsigned>(std::min(ceil_div(p.tokens, p.stride), kMostCtas));
-  activate_multiply_kernel<kActivation><<<ctas, kThreads, 0, stream>>>(p);
+  const auto ctas =
+      static_cast<unsigned>(std::min(ceil_div(p.tokens, p.stride), kMostActivateCtas));
+  activate_multiply_kernel<kActivation><<<ctas, kActivateThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -17,20 +17,20 @@ constexpr int kColumns = 64;
 constexpr int kRows = 64;              // neurons per stage
 constexpr int kOperand = kRows * 128;  // bytes of 64 columns of them, or of 64 tokens
 constexpr int kStages = 4;
-constexpr int kGatherers = 256;
+constexpr int kDownGatherers = 256;
 constexpr int kSent = kSentBytes<kColumns>;
 
-constexpr int kThreads = 128 + kGatherers;  // one warpgroup multiplies
-constexpr int kWarps = kThreads / 32;
+constexpr int kDownThreads = 128 + kDownGatherers;  // one warpgroup multiplies
+constexpr int kDownWarps = kDownThreads / 32;
 constexpr int kStage = 2 * kOperand;
-constexpr int kBytes = kStages * kStage;
+constexpr int kDownBytes = kStages * kStage;
 // Neurons are listed one segment at a time, so that shared memory does not bound F.
-constexpr int kSegment = kThreads * 16;
-static_assert(kSent <= kBytes, "sums use the ring");
+constexpr int kSegment = kDownThreads * 16;
+static_assert(kSent <= kDownBytes, "sums use the ring");
 
 struct Shared {
   uint64_t full[kStages], empty[kStages], room, sums;
-  int warp_sums[kWarps];
+  int warp_sums[kDownWarps];
   uint16_t list[kSegment / kSplit + kRows];
 };
 
@@ -43,11 +43,11 @@ __device__ __forceinline__ uint4 widened(const uint2& bytes) {
 }
 
 template <typename W>
-class Kernel {
+class DownKernel {
  public:
   static constexpr bool kE4m3 = sizeof(W) == 1;
 
-  __device__ __forceinline__ Kernel(const DownOf<W>& problem, Shared& shared, uint8_t* memory)
+  __device__ __forceinline__ DownKernel(const DownOf<W>& problem, Shared& shared, uint8_t* memory)
       : p_(problem),
         shared_(shared),
         ring_(smem_address(memory)),
@@ -63,7 +63,7 @@ class Kernel {
 #pragma unroll 1
       for (int s = 0; s < kStages; ++s) {
         // Widened weights are stored by the threads themselves, which arrive for them apart.
-        barrier_init(smem_address(shared_.full + s), kGatherers * (kE4m3 ? 2 : 1));
+        barrier_init(smem_address(shared_.full + s), kDownGatherers * (kE4m3 ? 2 : 1));
         barrier_init(smem_address(shared_.empty + s), 1);
       }
       barrier_init(smem_address(&shared_.room), kSplit);
@@ -114,7 +114,7 @@ class Kernel {
   // Lists this CTA's share of a segment's active neurons, ascending. False when they were not
   // published before gate_up ended.
   __device__ __forceinline__ bool list(int segment) {
-    const int thread = static_cast<int>(threadIdx.x), index = segment * kThreads + thread;
+    const int thread = static_cast<int>(threadIdx.x), index = segment * kDownThreads + thread;
     const bool exists = index < ceil_div(p_.ffn, kWordNeurons) * 2;  // half a word each
     const uint64_t* from = p_.hidden.fired + index / 2;
     uint64_t word = kFiredKnown;
@@ -135,7 +135,7 @@ class Kernel {
     int total = 0;
     at -= mine;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
+    for (int warp = 0; warp < kDownWarps; ++warp) {
       const int sum = shared_.warp_sums[warp];
       if (warp < warp_) at += sum;
       total += sum;
@@ -184,7 +184,7 @@ class Kernel {
     };
     const auto each_row = [&](int first, int stage, const auto& ask) {
 #pragma unroll
-      for (int i = 0; i < kRows; i += kGatherers / 8) {
+      for (int i = 0; i < kRows; i += kDownGatherers / 8) {
         const bool valid = first + i + row < count_;
         const int64_t neuron = valid ? base + shared_.list[first + i + row] : 0;
         ask(to + slot(stage) * kStage + i * 128, neuron, valid);
@@ -219,12 +219,12 @@ class Kernel {
 
   // The same for weights in e4m3: loaded into registers, a stage ahead, widened, and stored.
   __device__ __forceinline__ void gather_widened(int base) {
-    constexpr int kOwn = kRows / (kGatherers / 8);  // rows of a stage that a thread loads
+    constexpr int kOwn = kRows / (kDownGatherers / 8);  // rows of a stage that a thread loads
     const auto [row, to, in_weight, weight, in_hidden, hidden] = piece_of_thread();
     const auto load = [&](int first, uint2(&values)[kOwn]) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const int at = first + i * (kGatherers / 8) + row;
+        const int at = first + i * (kDownGatherers / 8) + row;
         values[i] = uint2{};
         if (at < count_ && in_weight) {
           values[i] = __ldg(reinterpret_cast<const uint2*>(
@@ -237,10 +237,10 @@ class Kernel {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const uint4 v = widened(values[i]);
-        asm volatile(
-            "st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place + i * (kGatherers / 8) * 128),
-            "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-            : "memory");
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
+                         place + i * (kDownGatherers / 8) * 128),
+                     "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
       }
       barrier_arrive(smem_address(shared_.full + stage));
     };
@@ -248,10 +248,10 @@ class Kernel {
       const uint32_t place = to + slot(stage) * kStage + kOperand;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const int at = first + i * (kGatherers / 8) + row;
+        const int at = first + i * (kDownGatherers / 8) + row;
         const bool valid = at < count_;
         const int64_t neuron = valid ? base + shared_.list[at] : 0;
-        gather16(place + i * (kGatherers / 8) * 128, hidden + neuron * kSplitTokens,
+        gather16(place + i * (kDownGatherers / 8) * 128, hidden + neuron * kSplitTokens,
                  valid && in_hidden);
       }
       gather_arrive(smem_address(shared_.full + stage));
@@ -357,21 +357,21 @@ __global__ void __cluster_dims__(kSplit, 1, 1) __maxnreg__(64)
     split_down_sm90_kernel(const __grid_constant__ DownOf<W> problem) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ Shared shared;
-  Kernel<W>(problem, shared, memory).run();
+  DownKernel<W>(problem, shared, memory).run();
 }
 
 }  // namespace
 
 template <typename W>
 cudaError_t prepare_split_down() {
-  return allow_shared_memory(split_down_sm90_kernel<W>, kBytes);
+  return allow_shared_memory(split_down_sm90_kernel<W>, kDownBytes);
 }
 
 template <typename W>
 cudaError_t launch_split_down(const DownOf<W>& problem, cudaStream_t stream) {
   return launch_dependent(split_down_sm90_kernel<W>,
-                          dim3(ceil_div(problem.width, kColumns) * kSplit), kThreads, kBytes,
-                          stream, problem);
+                          dim3(ceil_div(problem.width, kColumns) * kSplit), kDownThreads,
+                          kDownBytes, stream, problem);
 }
 
 template cudaError_t prepare_split_down<__nv_bfloat16>();

@@ -194,7 +194,7 @@ __device__ __forceinline__ void write_piece(float* shared, int at, const float* 
 
 // Quantisation.
 
-constexpr int kGroup = 16;  // values that are stored side by side
+constexpr int kStoredGroup = 16;  // values that are stored side by side
 
 // The 16-bit random numbers of all positions, for rows of x and of w_gate.
 struct RandomTable {
@@ -246,10 +246,10 @@ template <bool kGate, ScreenBound kBound>
 __device__ __forceinline__ void quantise(const float* values, int group, int8_t* row,
                                          RowSums& sums) {
   constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves integers in the low bits
-  float integers[kGroup];
+  float integers[kStoredGroup];
   if constexpr (kBound == ScreenBound::kStrict) {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kStoredGroup; ++i) {
       integers[i] = __fmaf_rn(values[i], sums.inverse, kInteger);
       const float error = __fmaf_rn(values[i], sums.inverse, kInteger - integers[i]);
       sums.errors = fmaf(error, error, sums.errors);
@@ -261,7 +261,7 @@ __device__ __forceinline__ void quantise(const float* values, int group, int8_t*
     random[1] = __ldg(from + 1);
     const auto* words = reinterpret_cast<const uint32_t*>(random);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kStoredGroup; ++i) {
       // A float of 128 + bits * 2^-16.
       const float added =
           __uint_as_float(__byte_perm(words[i / 2], 0x43000000u, i % 2 == 0 ? 0x7610 : 0x7632));
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 2) rotate_warp_kernel(Rows p) {
       if (at >= kPieces) break;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        quantise<Rows::kGate, kBound>(values + turn * 32 + half * kGroup,
+        quantise<Rows::kGate, kBound>(values + turn * 32 + half * kStoredGroup,
                                       (at * 2 + half) * 8 + column, p.values + to * p.width, sums);
       }
     }
@@ -397,19 +397,19 @@ __device__ __forceinline__ void place_pieces(const Rows& p, int64_t row, int blo
 }
 
 // Transforms over bits 3-6, or as many as there are, of a group whose bits 0-2 are done.
-__device__ __forceinline__ void transform_group(float (&values)[kGroup], int distance) {
+__device__ __forceinline__ void transform_group(float (&values)[kStoredGroup], int distance) {
   switch (distance) {
     case 0:
-      transform<kGroup, 8>(values);
+      transform<kStoredGroup, 8>(values);
       break;
     case 1:
-      transform<kGroup, 4>(values);
+      transform<kStoredGroup, 4>(values);
       break;
     case 2:
-      transform<kGroup, 2>(values);
+      transform<kStoredGroup, 2>(values);
       break;
     default:
-      transform<kGroup>(values);
+      transform<kStoredGroup>(values);
       break;
   }
 }
@@ -453,17 +453,17 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
 
   constexpr int kGroups = (kPieces + 1) / 2;  // of a thread
   const int distance = rotated_distance(p.width);
-  float values[kGroups][kGroup];
+  float values[kGroups][kStoredGroup];
   RowSums sums{};
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
     const int group = thread + i * kThreads;
-    if (group >= columns / kGroup) break;
+    if (group >= columns / kStoredGroup) break;
     const int first = ((group >> distance) << (distance + 4)) | (group & ((1 << distance) - 1));
 #pragma unroll
-    for (int k = 0; k < kGroup; ++k) values[i][k] = shared[place<7>(first + (k << distance))];
+    for (int k = 0; k < kStoredGroup; ++k) values[i][k] = shared[place<7>(first + (k << distance))];
     transform_group(values[i], distance);
-    measure<kGroup>(values[i], sums);
+    measure<kStoredGroup>(values[i], sums);
   }
   sums.largest = warp_largest(sums.largest);
   if (lane == 0) largest_of_warp[warp] = sums.largest;
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kThreads, kPieces < 8 ? 4 : 2) rotate_block_ke
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const int group = thread + i * kThreads;
-      if (group >= columns / kGroup) break;
+      if (group >= columns / kStoredGroup) break;
       quantise<Rows::kGate, kBound>(values[i], group, p.values + to * p.width, sums);
     }
   };

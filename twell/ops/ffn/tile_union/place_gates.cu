@@ -14,19 +14,19 @@
 namespace twell::tile_union {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kPlaceThreads = 512;
 // Values that a CTA stages in shared memory. With these 36 KiB an SM still holds the 4 CTAs that
 // its threads allow.
 constexpr int kStaged = 18432;
-constexpr int kCtasPerMultiprocessor = 4;
-constexpr int kMinParts = 8, kMaxParts = 32;
-static_assert(kMaxFfn <= kMaxParts * kStaged);
+constexpr int kPlaceCtasPerSm = 4;
+constexpr int kMinPlaceParts = 8, kMaxPlaceParts = 32;
+static_assert(kMaxFfn <= kMaxPlaceParts * kStaged);
 
 // Spilled tiles of a batch of pairs. Whole warps read them together, because they come in bunches
 // and a warp that met many would delay the others.
 struct SpilledTiles {
-  int count[2];         // of even and odd batches
-  int2 list[kThreads];  // {slot | column tile << 8, spill slot}
+  int count[2];              // of even and odd batches
+  int2 list[kPlaceThreads];  // {slot | column tile << 8, spill slot}
 };
 
 // The (token, column tile) pairs of one CTA: the tokens of its tile, times a range of column tiles.
@@ -44,7 +44,7 @@ struct Pairs {
     const int pairs = slot_count * count;
     if (threadIdx.x < 2) spilled->count[threadIdx.x] = 0;
     __syncthreads();
-    for (int base = 0, batch = 0; base < pairs; base += kThreads, batch ^= 1) {
+    for (int base = 0, batch = 0; base < pairs; base += kPlaceThreads, batch ^= 1) {
       const int index = base + static_cast<int>(threadIdx.x);
       const int slot = first_slot + index / count, col_tile = first + index % count;
       const int token = index < pairs ? tokens[slot] : -1;
@@ -105,9 +105,9 @@ struct Pairs {
       return i < tiles ? twell_reader::spilled_values(gate, spilled->list[i].y)[lane] : uint4{};
     };
     uint4 next = load(threadIdx.x / 32);
-    for (int i = threadIdx.x / 32; i < tiles; i += kThreads / 32) {
+    for (int i = threadIdx.x / 32; i < tiles; i += kPlaceThreads / 32) {
       const uint4 values = next;
-      next = load(i + kThreads / 32);
+      next = load(i + kPlaceThreads / 32);
       const int tile = spilled->list[i].x;
       visit.eight(tile & 0xff, (tile >> 8) * 256 + lane * 8, values);
     }
@@ -157,7 +157,7 @@ struct StageValues {
 __device__ void store_staged(const uint16_t* staged, int pitch, int first, int first_slot,
                              int slots, __nv_bfloat16* activations) {
   const int pieces = pitch / 8;
-  for (int i = threadIdx.x; i < pieces * slots; i += kThreads) {
+  for (int i = threadIdx.x; i < pieces * slots; i += kPlaceThreads) {
     const int piece = first / 8 + i % pieces, row = first_slot + i / pieces;
     auto* to = reinterpret_cast<uint4*>(activations) +
                (piece / (kBlock / 8) * kTileTokens + row) * (kBlock / 8) +
@@ -176,7 +176,7 @@ struct TileRange {
       last = -1;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < col_tiles; i += kThreads) {
+    for (int i = threadIdx.x; i < col_tiles; i += kPlaceThreads) {
       const int from = before[i * 8], to = before[i * 8 + 8];
       if (from < to && from < end && to > begin) {
         atomicMin(&first, i);
@@ -189,8 +189,8 @@ struct TileRange {
 
 // `parts` CTAs share the positions of a tile's union. Tiles of heavy rows, the last ones, take
 // longest and start first.
-__global__ void __launch_bounds__(kThreads,
-                                  std::min(kCtasPerMultiprocessor, gpu::kSmThreads / kThreads))
+__global__ void __launch_bounds__(kPlaceThreads,
+                                  std::min(kPlaceCtasPerSm, gpu::kSmThreads / kPlaceThreads))
     place_gates_kernel(Gate gate, Tiles tiles, int parts, Condition condition) {
   extern __shared__ uint32_t mask[];  // [words] a bit per neuron of the union
   __shared__ int32_t tokens[kTileTokens];
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads,
   if (threadIdx.x < kTileTokens) {
     tokens[threadIdx.x] = tiles.tokens[tile * kTileTokens + threadIdx.x];
   }
-  for (int i = threadIdx.x; i < words; i += kThreads) {
+  for (int i = threadIdx.x; i < words; i += kPlaceThreads) {
     mask[i] = tiles.mask[int64_t{tile} * words + i];
     before[i] = static_cast<int>(tiles.before[int64_t{tile} * words + i]);
   }
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads,
   const int begin = min(part * share, padded), pitch = min(share, padded - begin);
   if (pitch == 0) return;
   int32_t* ids = tiles.union_ids + int64_t{first_block} * kBlock;
-  for (int i = threadIdx.x; i < words; i += kThreads) {
+  for (int i = threadIdx.x; i < words; i += kPlaceThreads) {
     int position = before[i];
     if (position >= begin + pitch || before[i + 1] <= begin) continue;
     for (uint32_t left = mask[i]; left != 0; left &= left - 1) {
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kThreads,
   const Pairs pairs{gate, tokens, range.first, max(range.last + 1 - range.first, 0), &spilled};
   for (int slot = 0; slot < kTileTokens; slot += slots_at_once) {
     const int slots = min(slots_at_once, kTileTokens - slot);
-    for (int i = threadIdx.x; i < slots * pitch / 8; i += kThreads) {
+    for (int i = threadIdx.x; i < slots * pitch / 8; i += kPlaceThreads) {
       reinterpret_cast<uint4*>(staged)[i] = uint4{};
     }
     pairs.for_each(slot, slots,
@@ -249,14 +249,15 @@ __global__ void __launch_bounds__(kThreads,
 cudaError_t launch(const Gate& gate, const Tiles& tiles, int ctas, cudaStream_t stream,
                    Condition condition) {
   // Enough parts to fill the SMs, and for a part's values of one token to fit into kStaged.
-  const int wave = kCtasPerMultiprocessor * ctas;
-  const int fill = std::clamp((wave + tiles.max_tiles - 1) / tiles.max_tiles, kMinParts, kMaxParts);
+  const int wave = kPlaceCtasPerSm * ctas;
+  const int fill =
+      std::clamp((wave + tiles.max_tiles - 1) / tiles.max_tiles, kMinPlaceParts, kMaxPlaceParts);
   const int parts = std::max(fill, (tiles.blocks * kBlock + kStaged - 1) / kStaged);
   const int bytes = (gate.col_tiles * 8 * 2 + 1) * 4;
   const cudaError_t status = gpu::allow_most_shared_memory(place_gates_kernel);
   if (status != cudaSuccess) return status;
-  return gpu::launch_dependent(place_gates_kernel, dim3(tiles.max_tiles * parts), kThreads, bytes,
-                               stream, gate, tiles, parts, condition);
+  return gpu::launch_dependent(place_gates_kernel, dim3(tiles.max_tiles * parts), kPlaceThreads,
+                               bytes, stream, gate, tiles, parts, condition);
 }
 
 }  // namespace
