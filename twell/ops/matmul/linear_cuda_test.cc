@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/matmul/linear_cuda.h"
 
+#include <cublasLt.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <string>
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/test_bf16.h"
@@ -73,6 +75,42 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LinearCudaTest,
                                          LinearCase{33, 57, 72}, LinearCase{129, 264, 320}));
 
 // The few-row kernels' result for a token does not depend on the tokens beside it.
+// Needs the toolkit's library and no GPU.
+TEST(CublasLt, EveryFunctionIsFoundInTheLibrary) {
+  EXPECT_EQ(cublasLtGetVersion() / 10000, CUBLAS_VER_MAJOR);
+  EXPECT_FALSE(std::string(cublasLtGetStatusString(CUBLAS_STATUS_INVALID_VALUE)).empty());
+  cublasLtMatrixLayout_t layout = nullptr;
+  EXPECT_EQ(cublasLtMatrixLayoutCreate(&layout, CUDA_R_16BF, 8, 8, 8), CUBLAS_STATUS_SUCCESS);
+  cublasLtMatmulDesc_t operation = nullptr;
+  EXPECT_EQ(cublasLtMatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+            CUBLAS_STATUS_SUCCESS);
+  const cublasOperation_t transposed = CUBLAS_OP_T;
+  EXPECT_EQ(cublasLtMatmulDescSetAttribute(operation, CUBLASLT_MATMUL_DESC_TRANSA, &transposed,
+                                           sizeof(transposed)),
+            CUBLAS_STATUS_SUCCESS);
+  cublasLtMatmulPreference_t preference = nullptr;
+  EXPECT_EQ(cublasLtMatmulPreferenceCreate(&preference), CUBLAS_STATUS_SUCCESS);
+  const size_t bytes = 1 << 20;
+  EXPECT_EQ(cublasLtMatmulPreferenceSetAttribute(
+                preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes)),
+            CUBLAS_STATUS_SUCCESS);
+  // These report what they were not given.
+  cublasLtMatmulHeuristicResult_t result{};
+  int found = 0;
+  EXPECT_NE(cublasLtMatmulAlgoGetHeuristic(nullptr, operation, layout, layout, layout, layout,
+                                           preference, 1, &result, &found),
+            CUBLAS_STATUS_SUCCESS);
+  EXPECT_NE(cublasLtMatmulAlgoConfigGetAttribute(&result.algo, CUBLASLT_ALGO_CONFIG_TILE_ID,
+                                                 nullptr, 0, nullptr),
+            CUBLAS_STATUS_SUCCESS);
+  EXPECT_NE(cublasLtMatmul(nullptr, operation, nullptr, nullptr, layout, nullptr, layout, nullptr,
+                           nullptr, layout, nullptr, layout, nullptr, nullptr, 0, nullptr),
+            CUBLAS_STATUS_SUCCESS);
+  EXPECT_EQ(cublasLtMatmulPreferenceDestroy(preference), CUBLAS_STATUS_SUCCESS);
+  EXPECT_EQ(cublasLtMatmulDescDestroy(operation), CUBLAS_STATUS_SUCCESS);
+  EXPECT_EQ(cublasLtMatrixLayoutDestroy(layout), CUBLAS_STATUS_SUCCESS);
+}
+
 TEST(LinearCudaTest, FewRowsDoNotDependOnEachOther) {
   TWELL_GPU_TEST();
   const int64_t cols = 264, inner = 1032;
