@@ -34,7 +34,7 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const TrainingData& d
       options_(options),
       micro_batches_(data, options),
       state_(model.config, {options.micro_batch, options.sequence_length}),
-      optimizer_(model, layout_),
+      optimizer_(model, layout_, options.optimizer, ranks),
       activity_(model.config),
       gathering_(layout_.buckets().size()),
       grads_(model.flat.size()),

@@ -24,7 +24,7 @@ const ModelConfig& supported(const ModelConfig& config, const TrainOptions& opti
 
 // Values that change in every step and are copied to the device.
 struct StepValues {
-  AdamWCoefficients adamw{};
+  OptimizerCuda::Coefficients optimizer{};
   float l1_scale = 0.0f;
   float relu_share = 0.0f;
   float ce_scale = 0.0f;  // tokens of the step / those with a target
@@ -120,7 +120,7 @@ TrainEngineCuda::TrainEngineCuda(CudaContext& ctx, Model& model, const TrainingD
       free_at_start_(free_device_bytes()),
       training_(ctx, supported(model.config, options),
                 training_plan(ctx, model.config, options, hints),
-                OptimizerCuda::bytes_needed(model.flat.size(), options) +
+                OptimizerCuda::bytes_needed(model.config, options) +
                     teacher_bytes(ctx, model.config, options)),
       nccl_(ranks == nullptr ? nullptr : std::make_unique<NcclCommunicator>(*ranks)),
       optimizer_(ctx, model, options, layout_, nccl_.get()),
@@ -248,7 +248,12 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   adamw.weight_decay = options_.weight_decay;
   adamw.step = request.step;
   StepValues values;
-  values.adamw = adamw_coefficients(adamw);
+  values.optimizer.adamw = adamw_coefficients(adamw);
+  values.optimizer.muon =
+      muon_coefficients({.learning_rate = request.learning_rate *
+                                          (options_.matrix_learning_rate / options_.learning_rate),
+                         .momentum = options_.momentum,
+                         .weight_decay = options_.weight_decay});
   values.l1_scale =
       static_cast<float>(request.l1_coeff) /
       (static_cast<float>(model_.config.layers) * static_cast<float>(options_.batch_tokens));
@@ -271,7 +276,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   {
     const ProfileRange range("optimizer");
     GradientNorm* const norm = &Report::head(block.device())->norm;
-    optimizer_.step(&report_->device_values()->adamw, norm);
+    optimizer_.step(&report_->device_values()->optimizer, norm);
     if (options_.reinit_dead) optimizer_.reinit_dead(request.step, pass_.active, norm);
     optimizer_.gather_weights();
   }

@@ -133,15 +133,21 @@ class TrainEngineCudaTest : public testing::Test {
 };
 
 TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
-  const TrainOptions options = this->options(40);
-  train(true, options, 40);
-  const std::vector<double> got = std::exchange(losses_, {});
-  train(false, options, 40);
-  ASSERT_EQ(got.size(), losses_.size());
-  EXPECT_LT(got.back(), got.front() - 1.0);
-  // In the first step losses differ only by rounding: 2^-9 in each of about 30 places.
-  EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
-  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+  for (const OptimizerKind optimizer : {OptimizerKind::kAdamW, OptimizerKind::kMuon}) {
+    TrainOptions options = micro_options(40);
+    options.optimizer = optimizer;
+    if (optimizer == OptimizerKind::kMuon) options.learning_rate = 2e-3;
+    options = resolve_options(options, config());
+    losses_.clear();
+    train(true, options, 40);
+    const std::vector<double> got = std::exchange(losses_, {});
+    train(false, options, 40);
+    ASSERT_EQ(got.size(), losses_.size());
+    EXPECT_LT(got.back(), got.front() - 1.0);
+    // In the first step losses differ only by rounding: 2^-9 in each of about 30 places.
+    EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+  }
 }
 
 // From SiLU to ReLU in steps, with a teacher, across the end of the blend; and resumed within it.
@@ -254,6 +260,12 @@ TEST_F(TrainEngineCudaTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
     train(true, options, 3, {}, half);
     EXPECT_EQ(train(true, options, 6, half), straight);
   }
+  TrainOptions muon = micro_options(6);
+  muon.optimizer = OptimizerKind::kMuon;
+  muon = resolve_options(muon, config());
+  const std::vector<float> straight = train(true, muon, 6);
+  train(true, muon, 3, {}, temp_.path() / "muon");
+  EXPECT_EQ(train(true, muon, 6, temp_.path() / "muon"), straight);
 }
 
 TEST_F(TrainEngineCudaTest, ARunChangesDevices) {

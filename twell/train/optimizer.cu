@@ -139,6 +139,15 @@ struct NormOfRanks {
 
 int64_t moment_bytes(DType dtype) { return dtype == DType::kBF16 ? 2 : 4; }
 
+int64_t muon_workspace_bytes(const std::vector<ParamSpec>& table, OptimizerKind optimizer) {
+  int64_t most = 0;
+  for (const ParamSpec& param : table) {
+    if (optimizer != OptimizerKind::kMuon || !takes_muon(param)) continue;
+    most = std::max(most, orthogonalise_bytes(param.rows, param.cols));
+  }
+  return most;
+}
+
 }  // namespace
 
 // What several ranks need: a second stream, on which they communicate while the pass runs.
@@ -201,7 +210,10 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
       grads_(layout.padded_parameters()),
       exp_avg_(layout.size() * moment_bytes(options.moment_dtype)),
       exp_avg_sq_(exp_avg_.size()),
-      norm_partials_(gradient_norm_partials(layout.size())) {
+      norm_partials_(gradient_norm_partials(layout.size())),
+      muon_workspace_(muon_workspace_bytes(model.table, options.optimizer)) {
+  const bool muon = options.optimizer == OptimizerKind::kMuon;
+  if (muon) matrices_ = muon_matrices(model.table, layout);
   if (ranks != nullptr) {
     exchange_ = std::make_unique<Exchange>(*ranks, layout, options.gradient_dtype, ctx.stream());
   }
@@ -211,9 +223,13 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
     for (const ParamSpec& param : model.table) {
       const int64_t begin = std::max(piece.begin, param.offset);
       if (begin >= std::min(piece.begin + piece.size, param.offset + param.size())) continue;
-      const bool decay = !param.is_vector;
-      if (of_piece.count > 0 && runs.back().decay == decay) continue;
-      runs.push_back({begin - piece.begin, decay});
+      const AdamWRun run{.begin = begin - piece.begin,
+                         .decay = !param.is_vector,
+                         .skip = muon && takes_muon(param)};
+      if (of_piece.count > 0 && runs.back().decay == run.decay && runs.back().skip == run.skip) {
+        continue;
+      }
+      runs.push_back(run);
       ++of_piece.count;
     }
   }
@@ -230,12 +246,14 @@ OptimizerCuda::OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOp
 
 OptimizerCuda::~OptimizerCuda() = default;
 
-int64_t OptimizerCuda::bytes_needed(int64_t parameters, const TrainOptions& options) {
+int64_t OptimizerCuda::bytes_needed(const ModelConfig& config, const TrainOptions& options) {
+  const int64_t parameters = config.parameter_count();
   constexpr int64_t kUpper = sizeof(__nv_bfloat16), kGradient = sizeof(float);
   const int64_t shard = parameters / options.ranks;
   return parameters * (kUpper + kGradient) +
          shard * (static_cast<int64_t>(sizeof(int16_t)) + 2 * moment_bytes(options.moment_dtype)) +
-         gradient_norm_partials(parameters) * static_cast<int64_t>(sizeof(double));
+         gradient_norm_partials(parameters) * static_cast<int64_t>(sizeof(double)) +
+         muon_workspace_bytes(parameter_table(config), options.optimizer);
 }
 
 void OptimizerCuda::reduce_after(int64_t layer) {
@@ -297,8 +315,13 @@ void OptimizerCuda::gradient_norm(GradientNorm* norm) {
       1, NormOfRanks{squares, layout_.ranks(), options_.clip_norm, norm}, ctx_.stream()));
 }
 
-void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* norm) {
+void OptimizerCuda::step(const Coefficients* coefficients, GradientNorm* norm) {
   gradient_norm(norm);
+  adamw(&coefficients->adamw, norm);
+  if (!matrices_.empty()) muon(&coefficients->muon, norm);
+}
+
+void OptimizerCuda::adamw(const AdamWCoefficients* coefficients, const GradientNorm* norm) {
   const MomentDType moments =
       options_.moment_dtype == DType::kBF16 ? MomentDType::kBF16 : MomentDType::kF32;
   for (size_t i = 0; i < layout_.pieces().size(); ++i) {
@@ -319,6 +342,61 @@ void OptimizerCuda::step(const AdamWCoefficients* coefficients, GradientNorm* no
                                    .exp_avg = exp_avg_.data() + moment_at,
                                    .exp_avg_sq = exp_avg_sq_.data() + moment_at},
                                   ctx_.stream()));
+  }
+}
+
+// Calls call(values, size of a rank's piece, stream) for every bucket of the gradients, between
+// what is enqueued on the context's stream before and after.
+template <typename Call>
+void OptimizerCuda::exchange_buckets(const Call& call) {
+  if (exchange_ == nullptr) return;
+  exchange_->after(ctx_.stream());
+  for (const GradientBucket& bucket : layout_.buckets()) {
+    call(grads_.data() + bucket.begin, Exchange::piece_size(layout_, bucket),
+         exchange_->stream.get());
+  }
+  exchange_->before(ctx_.stream());
+}
+
+void OptimizerCuda::muon(const MuonCoefficients* coefficients, const GradientNorm* norm) {
+  for (const MuonMatrix& matrix : matrices_) {
+    for (const ShardPiece& piece : matrix.pieces) {
+      TWELL_CUDA_CHECK(
+          launch_muon_momentum({.size = piece.size,
+                                .coefficients = coefficients,
+                                .clip_factor = &norm->clip_factor,
+                                .grad = grads_.data() + piece.begin,
+                                .exp_avg = reinterpret_cast<float*>(exp_avg_.data()) + piece.local},
+                               ctx_.stream()));
+    }
+  }
+  exchange_buckets([this](float* values, int64_t piece, cudaStream_t stream) {
+    exchange_->ranks.all_gather(values, piece * static_cast<int64_t>(sizeof(float)), stream);
+  });
+  for (const MuonMatrix& matrix : matrices_) {
+    float* const update = grads_.data() + matrix.offset;
+    if (matrix.owned) {
+      orthogonalise_cuda(ctx_, update, matrix.rows, matrix.cols, muon_workspace_.data());
+    } else {
+      TWELL_CUDA_CHECK(cudaMemsetAsync(
+          update, 0, static_cast<size_t>(matrix.size()) * sizeof(float), ctx_.stream()));
+    }
+  }
+  exchange_buckets([this](float* values, int64_t piece, cudaStream_t stream) {
+    exchange_->ranks.reduce_scatter_sum(values, piece, stream);
+  });
+  for (const MuonMatrix& matrix : matrices_) {
+    for (const ShardPiece& piece : matrix.pieces) {
+      TWELL_CUDA_CHECK(
+          launch_muon_apply({.size = piece.size,
+                             .coefficients = coefficients,
+                             .clip_factor = &norm->clip_factor,
+                             .shape_factor = muon_shape_factor(matrix.rows, matrix.cols),
+                             .orthogonal = grads_.data() + piece.begin,
+                             .weight = weights_.data() + piece.begin,
+                             .weight_rest = rest_.data() + piece.local},
+                            ctx_.stream()));
+    }
   }
 }
 

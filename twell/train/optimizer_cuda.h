@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters of a model in training on the GPU, and AdamW for them. Weights are f32 in two
-// halves; layers compute with the upper half (split_weight.h). Gradients are f32, moments f32 or
-// bf16. Weights' upper halves and gradients are flat arrays laid out by parameter_table; lower
+// The parameters of a model in training on the GPU, and AdamW or Muon for them. Weights are f32 in
+// two halves; layers compute with the upper half (split_weight.h). Gradients are f32, moments f32
+// or bf16. Weights' upper halves and gradients are flat arrays laid out by parameter_table; lower
 // halves and moments are those of the rank's shard (shard_layout.h). Values that change in every
 // step are read from device memory.
 #pragma once
@@ -17,6 +17,8 @@
 #include "twell/dist/nccl_communicator_cuda.h"
 #include "twell/model/weights.h"
 #include "twell/ops/adamw/adamw_cuda.h"
+#include "twell/ops/muon/muon_cuda.h"
+#include "twell/train/muon_matrices.h"
 #include "twell/train/options.h"
 #include "twell/train/shard_layout.h"
 #include "twell/train/trainer_state.h"
@@ -36,7 +38,7 @@ class OptimizerCuda {
   OptimizerCuda(CudaContext& ctx, const Model& model, const TrainOptions& options,
                 const ShardLayout& layout, NcclCommunicator* ranks);
   ~OptimizerCuda();
-  static int64_t bytes_needed(int64_t parameters, const TrainOptions& options);
+  static int64_t bytes_needed(const ModelConfig& config, const TrainOptions& options);
 
   const __nv_bfloat16* weights() const { return weights_.data(); }  // [N]
   float* grads() const { return grads_.data(); }                    // [N] uninitialised at first
@@ -49,10 +51,15 @@ class OptimizerCuda {
   // rank. active [L * F]: device memory.
   void merge_active(uint8_t* active, int64_t count);
 
-  // Enqueues *norm = norm of all gradients, then AdamW, which is skipped if the norm is not finite.
-  // Both pointers refer to device memory. With several ranks the weights of the other ranks' pieces
-  // are out of date until they are gathered.
-  void step(const AdamWCoefficients* coefficients, GradientNorm* norm);
+  // What a step's optimizers read from device memory.
+  struct Coefficients {
+    AdamWCoefficients adamw;
+    MuonCoefficients muon;
+  };
+  // Enqueues *norm = norm of all gradients, then the step, which is skipped if the norm is not
+  // finite. Both pointers refer to device memory. Muon overwrites the gradients. With several ranks
+  // the weights of the other ranks' pieces are out of date until they are gathered.
+  void step(const Coefficients* coefficients, GradientNorm* norm);
   // Enqueues reinit_dead_neurons of activity.h, skipped together with the step. active [L, F] is
   // device memory; `step` counts from 1.
   void reinit_dead(int64_t step, const uint8_t* active, const GradientNorm* norm);
@@ -77,6 +84,10 @@ class OptimizerCuda {
   struct Exchange;
   void reduce(size_t bucket);
   void gradient_norm(GradientNorm* norm);
+  void adamw(const AdamWCoefficients* coefficients, const GradientNorm* norm);
+  void muon(const MuonCoefficients* coefficients, const GradientNorm* norm);
+  template <typename Call>
+  void exchange_buckets(const Call& call);
   void gather_joined() const;
   void check_sizes(const OptimizerTensors& tensors) const;
   CudaContext& ctx_;
@@ -94,7 +105,9 @@ class OptimizerCuda {
   DeviceBuffer<float> grads_;                     // [N]
   DeviceBuffer<std::byte> exp_avg_, exp_avg_sq_;  // [S] of the moments' type
   DeviceBuffer<double> norm_partials_;
-  std::unique_ptr<Exchange> exchange_;  // with several ranks
+  std::vector<MuonMatrix> matrices_;        // with Muon
+  DeviceBuffer<std::byte> muon_workspace_;  // of the largest of them
+  std::unique_ptr<Exchange> exchange_;      // with several ranks
 };
 
 }  // namespace twell

@@ -80,6 +80,21 @@ void check_schedules(const TrainOptions& options) {
                 options.steps);
 }
 
+void resolve_optimizer(TrainOptions& options) {
+  constexpr double kMatrixRatio = 4.0;
+  if (options.optimizer == OptimizerKind::kAdamW) {
+    TWELL_REQUIRE(options.matrix_learning_rate == 0.0,
+                  "--matrix-lr {} goes with --optimizer muon; AdamW takes --lr for all parameters",
+                  options.matrix_learning_rate);
+    return;
+  }
+  TWELL_REQUIRE(options.moment_dtype == DType::kF32,
+                "--optimizer muon keeps its momentum in f32; leave --moment-dtype out");
+  if (options.matrix_learning_rate == 0.0) {
+    options.matrix_learning_rate = kMatrixRatio * options.learning_rate;
+  }
+}
+
 }  // namespace
 
 std::string_view l1_reduction_name(L1Reduction reduction) {
@@ -100,6 +115,16 @@ Schedule parse_schedule(std::string_view name) {
   if (name == "cosine") return Schedule::kCosine;
   if (name == "wsd") return Schedule::kWsd;
   throw InputError(fmt::format("unknown schedule '{}'; use cosine or wsd", name));
+}
+
+std::string_view optimizer_name(OptimizerKind optimizer) {
+  return optimizer == OptimizerKind::kAdamW ? "adamw" : "muon";
+}
+
+OptimizerKind parse_optimizer(std::string_view name) {
+  if (name == "adamw") return OptimizerKind::kAdamW;
+  if (name == "muon") return OptimizerKind::kMuon;
+  throw InputError(fmt::format("unknown optimizer '{}'; use adamw or muon", name));
 }
 
 std::optional<Recompute> parse_recompute(std::string_view name) {
@@ -143,6 +168,7 @@ TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
   resolve_batch(options, config);
   resolve_length(options);
   check_schedules(options);
+  resolve_optimizer(options);
   return options;
 }
 
@@ -178,6 +204,11 @@ std::string trajectory_text(const TrainOptions& options) {
     json["schedule"] = schedule_name(options.schedule);
     json["decay-fraction"] = options.decay_fraction;
   }
+  if (options.optimizer != OptimizerKind::kAdamW) {
+    json["optimizer"] = optimizer_name(options.optimizer);
+    json["matrix-lr"] = options.matrix_learning_rate;
+    json["momentum"] = options.momentum;
+  }
   if (options.document_mask) json["document-mask"] = true;
   if (options.distill > 0.0) json["distill"] = options.distill;
   if (options.gradient_dtype != DType::kF32) {
@@ -204,6 +235,10 @@ double learning_rate_at(const TrainOptions& options, int64_t step) {
     share = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
   }
   return options.learning_rate * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * share);
+}
+
+double matrix_learning_rate_at(const TrainOptions& options, int64_t step) {
+  return learning_rate_at(options, step) * (options.matrix_learning_rate / options.learning_rate);
 }
 
 double l1_coeff_at(const TrainOptions& options, int64_t step, int64_t ffn) {

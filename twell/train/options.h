@@ -26,6 +26,11 @@ enum class L1Reduction { kSum, kMean };
 std::string_view l1_reduction_name(L1Reduction reduction);
 L1Reduction parse_l1_reduction(std::string_view name);  // "sum", "mean"; InputError
 
+// What updates the matrices of layers: AdamW, as everything else, or Muon (muon.h).
+enum class OptimizerKind { kAdamW, kMuon };
+std::string_view optimizer_name(OptimizerKind optimizer);
+OptimizerKind parse_optimizer(std::string_view name);  // "adamw", "muon"; InputError
+
 // How the learning rate goes on after its warm-up: a cosine down to the end, or the peak and then a
 // line down over the last decay_fraction of the steps (warm-up, stable, decay).
 enum class Schedule { kCosine, kWsd };
@@ -46,7 +51,12 @@ struct TrainOptions {
   // Processes that share the micro-batches of each step: rank r takes r, r + ranks, ...
   int64_t ranks = 1;
 
+  OptimizerKind optimizer = OptimizerKind::kAdamW;
   double learning_rate = 1e-3;
+  // Of the matrices of layers with Muon, whose schedule is that of learning_rate; 0: four times
+  // learning_rate.
+  double matrix_learning_rate = 0.0;
+  double momentum = 0.95;  // Muon's
   Schedule schedule = Schedule::kCosine;
   double decay_fraction = 0.2;  // of the steps; kWsd alone
   double min_lr_ratio = 0.0;    // final learning rate / learning_rate
@@ -114,6 +124,8 @@ std::string trajectory_text(const TrainOptions& options);
 // Linear warm-up to learning_rate over warmup_steps, then the schedule, whose decay ends at
 // min_lr_ratio of it behind the last step.
 double learning_rate_at(const TrainOptions& options, int64_t step);
+// The same for the matrices that Muon updates.
+double matrix_learning_rate_at(const TrainOptions& options, int64_t step);
 
 // The coefficient of (mean over layers, mean over tokens, sum over neurons of |h|): zero for
 // l1_zero_steps, then linear growth over l1_ramp_steps; divided by `ffn` for the mean reduction.

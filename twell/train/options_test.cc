@@ -88,7 +88,8 @@ TEST(Options, TheTrajectoryHasEveryOptionThatDecidesWeights) {
     change(options);
     return trajectory_text(options) != trajectory_text(base);
   };
-  TrainOptions wsd, relufied;
+  TrainOptions wsd, relufied, muon;
+  muon.optimizer = OptimizerKind::kMuon;
   wsd.schedule = Schedule::kWsd;
   relufied.relufy_from = Activation::kSilu;
   const std::pair<TrainOptions, Change> cases[] = {
@@ -97,6 +98,9 @@ TEST(Options, TheTrajectoryHasEveryOptionThatDecidesWeights) {
       {{}, [](auto& o) { o.batch_tokens += 1; }},
       {{}, [](auto& o) { o.document_mask = true; }},
       {{}, [](auto& o) { o.learning_rate *= 2; }},
+      {{}, [](auto& o) { o.optimizer = OptimizerKind::kMuon; }},
+      {muon, [](auto& o) { o.matrix_learning_rate = 0.01; }},
+      {muon, [](auto& o) { o.momentum = 0.9; }},
       {{}, [](auto& o) { o.schedule = Schedule::kWsd; }},
       {wsd, [](auto& o) { o.decay_fraction += 0.1; }},
       {{}, [](auto& o) { o.min_lr_ratio += 0.1; }},
@@ -127,6 +131,30 @@ TEST(Options, TheTrajectoryHasEveryOptionThatDecidesWeights) {
   // The length of a run and what is saved of it may change.
   EXPECT_FALSE(changed({}, [](auto& o) { o.steps += 1; }));
   EXPECT_FALSE(changed({}, [](auto& o) { o.save_dtype = DType::kBF16; }));
+}
+
+TEST(Options, MuonHasARateOfItsOwn) {
+  TrainOptions options;
+  options.steps = 100;
+  options.warmup_steps = 10;
+  options.learning_rate = 2e-3;
+  options.optimizer = OptimizerKind::kMuon;
+  const ModelConfig config = preset_config("tiny");
+  TrainOptions resolved = resolve_options(options, config);
+  EXPECT_DOUBLE_EQ(resolved.matrix_learning_rate, 8e-3);
+  options.matrix_learning_rate = 5e-3;
+  resolved = resolve_options(options, config);
+  for (const int64_t step : {0, 5, 50, 99}) {
+    EXPECT_DOUBLE_EQ(matrix_learning_rate_at(resolved, step),
+                     2.5 * learning_rate_at(resolved, step));
+  }
+  options.moment_dtype = DType::kBF16;
+  EXPECT_THROW(resolve_options(options, config), InputError);
+  options.moment_dtype = DType::kF32;
+  options.optimizer = OptimizerKind::kAdamW;
+  EXPECT_THROW(resolve_options(options, config), InputError);
+  EXPECT_EQ(parse_optimizer("muon"), OptimizerKind::kMuon);
+  EXPECT_THROW(parse_optimizer("sgd"), InputError);
 }
 
 TEST(Options, RecipesOfThePresets) {

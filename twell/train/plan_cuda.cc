@@ -78,8 +78,8 @@ TrainingPlanCuda training_plan(const CudaContext& ctx, const ModelConfig& config
   constexpr int64_t kSpare = int64_t{2} << 30;  // for estimation errors and other programs
   const int64_t free = free_device_bytes() - kSpare;
   const auto bytes = [&] {
-    int64_t sum = OptimizerCuda::bytes_needed(config.parameter_count(), options) +
-                  teacher_bytes(ctx, config, options);
+    int64_t sum =
+        OptimizerCuda::bytes_needed(config, options) + teacher_bytes(ctx, config, options);
     for (const MemoryItem& item : TrainingCuda::memory_plan(ctx, config, plan)) sum += item.bytes;
     return sum;
   };
@@ -104,7 +104,7 @@ RunPlan plan_run_cuda(const CudaContext& ctx, const ModelConfig& config,
   const std::string why = cuda_run_unsupported(config, options);
   TWELL_REQUIRE(why.empty(), "{}", why);
   RunPlan plan = plan_run_unknown_gpu(config, options, shard_bytes);
-  plan.device_memory.front().bytes = OptimizerCuda::bytes_needed(plan.parameters, options);
+  plan.device_memory.front().bytes = OptimizerCuda::bytes_needed(config, options);
   const auto items =
       TrainingCuda::memory_plan(ctx, config, training_plan(ctx, config, options, hints));
   plan.device_memory.insert(plan.device_memory.end(), items.begin(), items.end());

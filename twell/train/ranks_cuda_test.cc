@@ -150,6 +150,14 @@ TEST_F(RanksCudaTest, OneMicroBatchOfAStepGathersAndReduces) {
   EXPECT_EQ(result.replayed, 0);
 }
 
+TEST_F(RanksCudaTest, MuonOrthogonalisesEachMatrixOnOneOfThem) {
+  TrainOptions options = this->options(12);
+  options.optimizer = OptimizerKind::kMuon;
+  options.learning_rate = 2e-3;
+  options.matrix_learning_rate = 8e-3;
+  expect_curve_of_one_gpu(options);
+}
+
 TEST_F(RanksCudaTest, GradientsMayTravelInBf16) {
   TrainOptions rounded = options(12);
   rounded.gradient_dtype = DType::kBF16;

@@ -80,10 +80,22 @@ TEST_F(TrainerTest, LearnsAndReports) {
   EXPECT_EQ(std::count(std::istreambuf_iterator<char>(metrics), {}, '\n'), 41);
 }
 
+TEST_F(TrainerTest, MuonLearnsFasterThanAdamW) {
+  TrainOptions options = micro_options(40);
+  options.learning_rate = 1e-3;
+  options.validate_every = 40;
+  run(out("adamw"), options);
+  const double adamw = *summary_.last_validation_ce;
+  options.optimizer = OptimizerKind::kMuon;
+  const auto model = run(out("muon"), options);
+  EXPECT_LT(*summary_.last_validation_ce, adamw - 0.2);
+}
+
 TEST_F(TrainerTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     TrainOptions options = micro_options(6);
     options.save_dtype = dtype;
+    if (dtype == DType::kBF16) options.optimizer = OptimizerKind::kMuon;
     options.reinit_dead = true;
     const std::string suffix = dtype == DType::kF32 ? "f32" : "bf16";
     const auto straight = run(out(("straight-" + suffix).c_str()), options);

@@ -87,11 +87,16 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
   auto* const exp_avg = static_cast<Moment*>(p.exp_avg);
   auto* const exp_avg_sq = static_cast<Moment*>(p.exp_avg_sq);
   int64_t run = first_run;
-  const auto decay_at = [&](int64_t i) {
+  const auto run_at = [&](int64_t i) {
     while (run + 1 < p.run_count && p.runs[run + 1].begin <= i) ++run;
-    return p.runs[run].decay ? c.decay : 1.0f;
+    return p.runs[run];
   };
   const int64_t at = begin + int64_t{threadIdx.x} * kVector;
+  // A run of many matrices is left without reading them.
+  if (at < p.size && run_at(at).skip &&
+      (run + 1 == p.run_count || p.runs[run + 1].begin >= at + kVector)) {
+    return;
+  }
   if (at + kVector <= p.size) {
     float w[kVector], g[kVector], m[kVector], v[kVector];
     load(p.grad + at, g);
@@ -104,7 +109,9 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       w[k] = join(bf16.value[k], rest.value[k]);
-      update(c, decay_at(at + k), __fmul_rn(g[k], c.grad_scale), w[k], m[k], v[k]);
+      const AdamWRun at_k = run_at(at + k);
+      if (at_k.skip) continue;
+      update(c, at_k.decay ? c.decay : 1.0f, __fmul_rn(g[k], c.grad_scale), w[k], m[k], v[k]);
       split(w[k], bf16.value[k], rest.value[k]);
     }
     *upper = bf16;
@@ -121,7 +128,9 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
   for (int64_t i = at; i < p.size; ++i) {
     float m = as_float(exp_avg[i]), v = as_float(exp_avg_sq[i]);
     float w = join(p.weight[i], p.weight_rest[i]);
-    update(c, decay_at(i), __fmul_rn(p.grad[i], c.grad_scale), w, m, v);
+    const AdamWRun at_i = run_at(i);
+    if (at_i.skip) continue;
+    update(c, at_i.decay ? c.decay : 1.0f, __fmul_rn(p.grad[i], c.grad_scale), w, m, v);
     split(w, p.weight[i], p.weight_rest[i]);
     if constexpr (kRounds) {
       const int64_t place = p.first + i;

@@ -19,6 +19,7 @@ namespace twell {
 struct AdamWRun {
   int64_t begin = 0;
   bool decay = false;  // weight decay applies; else as with weight_decay 0
+  bool skip = false;   // weights and moments stay as they are
 };
 
 enum class MomentDType { kF32, kBF16 };  // bf16: storage (moment_rounding.h); arithmetic is f32
