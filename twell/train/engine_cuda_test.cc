@@ -143,7 +143,7 @@ TEST_F(TrainEngineCudaTest, FollowsTheCpusCurve) {
     const std::vector<double> got = std::exchange(losses_, {});
     train(false, options, 40);
     ASSERT_EQ(got.size(), losses_.size());
-    EXPECT_LT(got.back(), got.front() - 1.0);
+    EXPECT_LT(got.back(), got.front() - 0.5);
     // In the first step losses differ only by rounding: 2^-9 in each of about 30 places.
     EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
     for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
