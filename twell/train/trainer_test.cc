@@ -80,15 +80,18 @@ TEST_F(TrainerTest, LearnsAndReports) {
   EXPECT_EQ(std::count(std::istreambuf_iterator<char>(metrics), {}, '\n'), 41);
 }
 
-TEST_F(TrainerTest, MuonLearnsFasterThanAdamW) {
+// Embedding and norms hardly move at so small a rate, so that what is learned is in the matrices.
+TEST_F(TrainerTest, MuonMovesTheMatricesAtTheirOwnRate) {
   TrainOptions options = micro_options(40);
-  options.learning_rate = 1e-3;
+  options.learning_rate = 1e-5;
   options.validate_every = 40;
-  run(out("adamw"), options);
-  const double adamw = *summary_.last_validation_ce;
   options.optimizer = OptimizerKind::kMuon;
-  const auto model = run(out("muon"), options);
-  EXPECT_LT(*summary_.last_validation_ce, adamw - 0.2);
+  options.matrix_learning_rate = 1e-5;
+  run(out("still"), options);
+  EXPECT_GT(*summary_.last_validation_ce, *summary_.first_validation_ce - 0.05);
+  options.matrix_learning_rate = 5e-2;
+  run(out("moved"), options);
+  EXPECT_LT(*summary_.last_validation_ce, *summary_.first_validation_ce - 0.12);
 }
 
 TEST_F(TrainerTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
