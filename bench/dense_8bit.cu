@@ -4,7 +4,6 @@
 #include <cuda_fp8.h>
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -218,26 +217,6 @@ struct ScaleProducts {
 // --- Products -----------------------------------------------------------------------------------
 
 constexpr int64_t kRowStep = 32;  // tokens are also rounded up to a multiple of it
-
-struct LtDeleter {
-  void operator()(cublasLtMatmulDesc_t description) const {
-    cublasLtMatmulDescDestroy(description);
-  }
-  void operator()(cublasLtMatrixLayout_t layout) const { cublasLtMatrixLayoutDestroy(layout); }
-  void operator()(cublasLtMatmulPreference_t preference) const {
-    cublasLtMatmulPreferenceDestroy(preference);
-  }
-};
-template <typename Pointer>
-using LtOwned = std::unique_ptr<std::remove_pointer_t<Pointer>, LtDeleter>;
-
-// Column-major, as cuBLAS sees the transpose of our rows.
-LtOwned<cublasLtMatrixLayout_t> make_layout(cudaDataType_t type, int64_t rows, int64_t cols) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  TWELL_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows),
-                                                static_cast<uint64_t>(cols), rows));
-  return LtOwned<cublasLtMatrixLayout_t>(layout);
-}
 
 // Median milliseconds of a piece of work on the stream, after one run that warms up.
 template <typename Enqueue>

@@ -52,8 +52,8 @@ endif()
 
 # With CMAKE_UNITY_BUILD (the preset asan, and scripts/test.sh) the sources of a target are one
 # translation unit, which parses headers and instantiates templates once: half the compiler's time. So
-# names in unnamed namespaces of a room must differ, as must those of its CPU tests and those of its GPU
-# tests. A missing include, which such a unit hides, is found by scripts/check_includes.py.
+# names in unnamed namespaces of a room's C++ must differ, as must those of its *.cu, of its CPU tests and
+# of its GPU tests. A missing include, which such a unit hides, is found by scripts/check_includes.py.
 if(CMAKE_UNITY_BUILD)
   # GCC takes the sources within such a unit for headers, whose types should not have parts without linkage.
   target_compile_options(twell_flags INTERFACE

@@ -2,6 +2,8 @@
 // Small models for GPU tests.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -10,6 +12,23 @@
 #include "twell/model/weights.h"
 
 namespace twell {
+
+// Two layers for the kernel of all layers.
+inline ModelConfig decode_model(int64_t width, int64_t ffn, int64_t heads, int64_t kv_heads,
+                                int64_t head_dim, int64_t context) {
+  ModelConfig config;
+  config.vocab_size = 101;
+  config.width = width;
+  config.ffn = ffn;
+  config.layers = 2;
+  config.heads = heads;
+  config.kv_heads = kv_heads;
+  config.head_dim = head_dim;
+  config.context = context;
+  config.tied_embeddings = true;
+  config.init_std = 0.8 / std::sqrt(static_cast<double>(width));
+  return config;
+}
 
 // A model with random weights, rounded to bf16 as on the GPU.
 inline std::unique_ptr<Model> rounded_model(Context& ctx, const ModelConfig& config) {

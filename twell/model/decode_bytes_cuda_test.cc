@@ -21,32 +21,16 @@ struct BytesCase {
   bool large = false;  // values in front of the output and down projections, beyond f16's range
 };
 
-ModelConfig bytes_model(int64_t width, int64_t ffn, int64_t heads, int64_t kv_heads,
-                        int64_t head_dim) {
-  ModelConfig config;
-  config.vocab_size = 101;
-  config.width = width;
-  config.ffn = ffn;
-  config.layers = 2;
-  config.heads = heads;
-  config.kv_heads = kv_heads;
-  config.head_dim = head_dim;
-  config.context = 400;
-  config.tied_embeddings = true;
-  config.init_std = 0.8 / std::sqrt(static_cast<double>(width));
-  return config;
-}
-
 std::vector<BytesCase> bytes_cases() {
   std::vector<BytesCase> cases = {
-      {"few_neurons_a_cta", bytes_model(64, 208, 4, 2, 16)},
-      {"short_last_block", bytes_model(144, 1008, 2, 1, 128)},
-      {"not_gated", bytes_model(192, 2064, 3, 3, 64)},
-      {"bias", bytes_model(256, 640, 8, 2, 32)},
-      {"rows_in_two_chunks", bytes_model(2208, 272, 4, 4, 64)},
-      {"rows_in_three_chunks", bytes_model(4112, 144, 1, 1, 80)},
-      {"many_neurons_a_cta", bytes_model(64, 20000, 2, 1, 48)},
-      {"large_values", bytes_model(256, 640, 4, 4, 64), true},
+      {"few_neurons_a_cta", decode_model(64, 208, 4, 2, 16, 400)},
+      {"short_last_block", decode_model(144, 1008, 2, 1, 128, 400)},
+      {"not_gated", decode_model(192, 2064, 3, 3, 64, 400)},
+      {"bias", decode_model(256, 640, 8, 2, 32, 400)},
+      {"rows_in_two_chunks", decode_model(2208, 272, 4, 4, 64, 400)},
+      {"rows_in_three_chunks", decode_model(4112, 144, 1, 1, 80, 400)},
+      {"many_neurons_a_cta", decode_model(64, 20000, 2, 1, 48, 400)},
+      {"large_values", decode_model(256, 640, 4, 4, 64, 400), true},
   };
   cases[2].config.gated = false;
   cases[3].config.qkv_bias = true;

@@ -17,33 +17,17 @@ struct DecodeCase {
   ModelConfig config;
 };
 
-ModelConfig model_of(int64_t width, int64_t ffn, int64_t heads, int64_t kv_heads,
-                     int64_t head_dim) {
-  ModelConfig config;
-  config.vocab_size = 101;
-  config.width = width;
-  config.ffn = ffn;
-  config.layers = 2;
-  config.heads = heads;
-  config.kv_heads = kv_heads;
-  config.head_dim = head_dim;
-  config.context = 1100;
-  config.tied_embeddings = true;
-  config.init_std = 0.8 / std::sqrt(static_cast<double>(width));
-  return config;
-}
-
 std::vector<DecodeCase> decode_cases() {
   std::vector<DecodeCase> cases = {
-      {"few_neurons_a_cta", model_of(64, 200, 4, 2, 16)},
-      {"short_last_block", model_of(136, 1000, 2, 1, 128)},
-      {"not_gated", model_of(192, 2056, 3, 3, 64)},
-      {"bias", model_of(256, 640, 8, 2, 32)},
-      {"more_rows_than_one_round", model_of(2200, 264, 4, 4, 64)},
-      {"rows_in_two_chunks", model_of(4104, 136, 1, 1, 80)},
-      {"many_neurons_a_cta", model_of(64, 20000, 2, 1, 48)},
-      {"screens_in_pieces", model_of(2112, 200, 1, 1, 80)},
-      {"no_room_for_the_kernel_of_one", model_of(9216, 72, 1, 1, 64)},
+      {"few_neurons_a_cta", decode_model(64, 200, 4, 2, 16, 1100)},
+      {"short_last_block", decode_model(136, 1000, 2, 1, 128, 1100)},
+      {"not_gated", decode_model(192, 2056, 3, 3, 64, 1100)},
+      {"bias", decode_model(256, 640, 8, 2, 32, 1100)},
+      {"more_rows_than_one_round", decode_model(2200, 264, 4, 4, 64, 1100)},
+      {"rows_in_two_chunks", decode_model(4104, 136, 1, 1, 80, 1100)},
+      {"many_neurons_a_cta", decode_model(64, 20000, 2, 1, 48, 1100)},
+      {"screens_in_pieces", decode_model(2112, 200, 1, 1, 80, 1100)},
+      {"no_room_for_the_kernel_of_one", decode_model(9216, 72, 1, 1, 64, 1100)},
   };
   cases[2].config.gated = false;
   cases[3].config.qkv_bias = true;

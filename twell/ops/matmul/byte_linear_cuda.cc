@@ -3,9 +3,7 @@
 
 #include <algorithm>
 #include <map>
-#include <memory>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "twell/ops/matmul/cublas_lt.h"
@@ -13,28 +11,6 @@
 
 namespace twell {
 namespace {
-
-struct LtDeleter {
-  void operator()(cublasLtMatmulDesc_t description) const {
-    cublasLtMatmulDescDestroy(description);
-  }
-  void operator()(cublasLtMatrixLayout_t layout) const { cublasLtMatrixLayoutDestroy(layout); }
-  void operator()(cublasLtMatmulPreference_t preference) const {
-    cublasLtMatmulPreferenceDestroy(preference);
-  }
-};
-template <typename Pointer>
-using LtOwned = std::unique_ptr<std::remove_pointer_t<Pointer>, LtDeleter>;
-
-// Column-major, as cuBLAS sees the transpose of our rows; stride 0: packed.
-LtOwned<cublasLtMatrixLayout_t> make_layout(cudaDataType_t type, int64_t rows, int64_t cols,
-                                            int64_t stride = 0) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  TWELL_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows),
-                                                static_cast<uint64_t>(cols),
-                                                stride == 0 ? rows : stride));
-  return LtOwned<cublasLtMatrixLayout_t>(layout);
-}
 
 // cuBLAS is column-major: it computes y^T [N, M] = w x^T from w^T [K, N] and x^T [K, M].
 class Plan {

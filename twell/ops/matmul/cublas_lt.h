@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all users of cuBLASLt share: the check of its calls, and a context's handle and workspace.
+// What all users of cuBLASLt share: the check of its calls, what it makes with an owner, and a
+// context's handle and workspace.
 #pragma once
 
 #include <cublasLt.h>
@@ -7,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <type_traits>
 
 #include "twell/base/cuda.h"
 #include "twell/base/error.h"
@@ -32,5 +35,27 @@ struct LtHandle {
   cublasLtHandle_t handle = nullptr;
   DeviceBuffer<std::byte> workspace;
 };
+
+struct LtDeleter {
+  void operator()(cublasLtMatmulDesc_t description) const {
+    cublasLtMatmulDescDestroy(description);
+  }
+  void operator()(cublasLtMatrixLayout_t layout) const { cublasLtMatrixLayoutDestroy(layout); }
+  void operator()(cublasLtMatmulPreference_t preference) const {
+    cublasLtMatmulPreferenceDestroy(preference);
+  }
+};
+template <typename Pointer>
+using LtOwned = std::unique_ptr<std::remove_pointer_t<Pointer>, LtDeleter>;
+
+// Column-major, as cuBLAS sees the transpose of our rows; stride 0: packed.
+inline LtOwned<cublasLtMatrixLayout_t> make_layout(cudaDataType_t type, int64_t rows, int64_t cols,
+                                                   int64_t stride = 0) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  TWELL_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows),
+                                                static_cast<uint64_t>(cols),
+                                                stride == 0 ? rows : stride));
+  return LtOwned<cublasLtMatrixLayout_t>(layout);
+}
 
 }  // namespace twell

@@ -20,15 +20,6 @@ constexpr int64_t kTimedRuns = 5;       // of each proposal
 constexpr int32_t kHopperKernels = 66;  // cuBLASLt's number for them ("nvjet")
 constexpr double kFaster = 0.97;  // of the time of the one chosen by rules, to be taken instead
 
-cublasLtMatrixLayout_t make_layout(int64_t rows, int64_t cols, int64_t stride = 0,
-                                   cudaDataType_t type = CUDA_R_16BF) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  TWELL_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, static_cast<uint64_t>(rows),
-                                                static_cast<uint64_t>(cols),
-                                                stride == 0 ? rows : stride));
-  return layout;
-}
-
 // How cuBLASLt proposes to cut a product.
 struct Proposal {
   explicit Proposal(const cublasLtMatmulHeuristicResult_t& result) : waves(result.wavesCount) {
@@ -163,33 +154,36 @@ const int64_t MatmulPlanCuda::kRunsToSettle = kUntimedRuns + 2 * kTimedRuns * kP
 
 // cuBLAS is column-major: it computes c^T [N, M] = op(b)^T op(a)^T.
 MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) : shape_(shape) {
-  TWELL_CUBLAS_CHECK(cublasLtMatmulDescCreate(&operation_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  cublasLtMatmulDesc_t operation = nullptr;
+  TWELL_CUBLAS_CHECK(cublasLtMatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  operation_.reset(operation);
   const cublasOperation_t op_b = shape.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
   TWELL_CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof(op_b)));
+      cublasLtMatmulDescSetAttribute(operation, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof(op_b)));
   const cublasOperation_t op_a = shape.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
   TWELL_CUBLAS_CHECK(
-      cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_TRANSB, &op_a, sizeof(op_a)));
+      cublasLtMatmulDescSetAttribute(operation, CUBLASLT_MATMUL_DESC_TRANSB, &op_a, sizeof(op_a)));
   const cublasLtEpilogue_t epilogue =
       shape.relu ? CUBLASLT_EPILOGUE_RELU : CUBLASLT_EPILOGUE_DEFAULT;
-  TWELL_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_EPILOGUE,
+  TWELL_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(operation, CUBLASLT_MATMUL_DESC_EPILOGUE,
                                                     &epilogue, sizeof(epilogue)));
-  layout_b_ =
-      shape.trans_b ? make_layout(shape.inner, shape.cols) : make_layout(shape.cols, shape.inner);
-  layout_a_ = shape.trans_a ? make_layout(shape.rows, shape.inner, shape.a_stride)
-                            : make_layout(shape.inner, shape.rows, shape.a_stride);
+  const cudaDataType_t type = CUDA_R_16BF;
+  layout_b_ = shape.trans_b ? make_layout(type, shape.inner, shape.cols)
+                            : make_layout(type, shape.cols, shape.inner);
+  layout_a_ = shape.trans_a ? make_layout(type, shape.rows, shape.inner, shape.a_stride)
+                            : make_layout(type, shape.inner, shape.rows, shape.a_stride);
   layout_c_ =
-      make_layout(shape.cols, shape.rows, shape.c_stride, shape.f32_out ? CUDA_R_32F : CUDA_R_16BF);
+      make_layout(shape.f32_out ? CUDA_R_32F : type, shape.cols, shape.rows, shape.c_stride);
 
   cublasLtMatmulPreference_t preference = nullptr;
   TWELL_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+  const LtOwned<cublasLtMatmulPreference_t> owned(preference);
   const size_t bytes = static_cast<size_t>(kCublasWorkspaceBytes);
   cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
                                        sizeof(bytes));
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      ctx.service<LtHandle>().handle, operation_, layout_b_, layout_a_, layout_c_, layout_c_,
-      preference, kProposals, proposals_, &proposal_count_);
-  cublasLtMatmulPreferenceDestroy(preference);
+      ctx.service<LtHandle>().handle, operation, layout_b_.get(), layout_a_.get(), layout_c_.get(),
+      layout_c_.get(), preference, kProposals, proposals_, &proposal_count_);
   TWELL_CHECK(status == CUBLAS_STATUS_SUCCESS && proposal_count_ > 0,
               "cuBLASLt has no bf16 algorithm for [{}, {}] x [{}, {}]", shape.rows, shape.inner,
               shape.inner, shape.cols);
@@ -201,19 +195,13 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
   }
 }
 
-MatmulPlanCuda::~MatmulPlanCuda() {
-  cublasLtMatrixLayoutDestroy(layout_a_);
-  cublasLtMatrixLayoutDestroy(layout_b_);
-  cublasLtMatrixLayoutDestroy(layout_c_);
-  cublasLtMatmulDescDestroy(operation_);
-}
-
 void MatmulPlanCuda::run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm,
                               const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const {
   const float one = 1.0f, beta = shape_.add ? 1.0f : 0.0f;
   const LtHandle& lt = ctx.service<LtHandle>();
-  TWELL_CUBLAS_CHECK(cublasLtMatmul(lt.handle, operation_, &one, b, layout_b_, a, layout_a_, &beta,
-                                    c, layout_c_, c, layout_c_, &algorithm, lt.workspace.data(),
+  TWELL_CUBLAS_CHECK(cublasLtMatmul(lt.handle, operation_.get(), &one, b, layout_b_.get(), a,
+                                    layout_a_.get(), &beta, c, layout_c_.get(), c, layout_c_.get(),
+                                    &algorithm, lt.workspace.data(),
                                     static_cast<size_t>(lt.workspace.bytes()), ctx.stream()));
 }
 

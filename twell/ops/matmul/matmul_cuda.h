@@ -5,7 +5,6 @@
 // A plan is of one shape and may be run on any operands of that shape.
 #pragma once
 
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 
 #include <compare>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "twell/base/cuda.h"
+#include "twell/ops/matmul/cublas_lt.h"
 
 namespace twell {
 
@@ -37,9 +37,6 @@ class MatmulPlanCuda {
   // known to be faster. A plan that is run often then times those of its proposals that give the
   // same bits, in their turn, and keeps the fastest. Throws Error if cuBLASLt proposes none.
   MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape);
-  ~MatmulPlanCuda();
-  MatmulPlanCuda(const MatmulPlanCuda&) = delete;
-  MatmulPlanCuda& operator=(const MatmulPlanCuda&) = delete;
 
   // Times every proposed algorithm on these operands and keeps the fastest. Synchronises, and
   // leaves c with one of the results, or unchanged if the plan adds to it.
@@ -63,10 +60,8 @@ class MatmulPlanCuda {
                 const __nv_bfloat16* b, void* c) const;
 
   MatmulShapeCuda shape_;
-  cublasLtMatmulDesc_t operation_ = nullptr;
-  cublasLtMatrixLayout_t layout_a_ = nullptr;
-  cublasLtMatrixLayout_t layout_b_ = nullptr;
-  cublasLtMatrixLayout_t layout_c_ = nullptr;
+  LtOwned<cublasLtMatmulDesc_t> operation_;
+  LtOwned<cublasLtMatrixLayout_t> layout_a_, layout_b_, layout_c_;
   cublasLtMatmulHeuristicResult_t proposals_[kProposals];
   int proposal_count_ = 0;
   int chosen_ = 0;
