@@ -60,9 +60,9 @@ inline constexpr int kRowTokens = 8;   // most tokens of decode rows
 inline constexpr int kLeastRows = 16;  // neurons of a CTA of decode rows at a time, at least,
                                        // because a product always has 16 rows
 }  // namespace few_token
-// Limits of the kernel that streams a layer's rows: the sums of so many columns fit into its
-// registers, and no Hopper GPU has more SMs, each of which runs one CTA.
-inline constexpr int64_t kMaxStreamWidth = 4096, kMaxStreams = 144;
+// Limits of the kernel that streams a layer's rows: columns of a CTA and of a cluster of four of
+// them, and CTAs, of which each SM runs one and no Hopper GPU has more.
+inline constexpr int64_t kMaxStreamSlice = 1024, kMaxStreamWidth = 4096, kMaxStreams = 144;
 
 // Device memory of one call in flight, for up to kMaxFewTokens.
 class FewTokenWorkspace {
@@ -80,10 +80,11 @@ class FewTokenWorkspace {
   DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
   DeviceBuffer<uint64_t> fired_;        // active neurons, 0 between calls
   DeviceBuffer<uint32_t> arrived_;      // 0 between calls
-  DeviceBuffer<float> parts_;           // [kMaxStreams, 8, D] parts of y
+  DeviceBuffer<float> parts_;           // [clusters, 8, D] parts of y
   bool rows_prepared_ = false;  // the kernels of up to 8 tokens may take their shared memory
   // Clusters of small batches that fit into the device, in bf16 and in e4m3; 0: not prepared yet.
   int clusters_ = 0, byte_clusters_ = 0;
+  int streams_[4] = {};  // the same of row streams, for clusters of 1 to 4 CTAs
 };
 void few_token_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                         FewTokenWorkspace& workspace);
