@@ -15,7 +15,6 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/checkpoint/checkpoint.h"
-#include "twell/data/chat_data.h"
 #include "twell/train/engine_cpu.h"
 #include "twell/train/run.h"
 #include "twell/train/test_run.h"
@@ -72,20 +71,7 @@ class TrainEngineCudaTest : public testing::Test {
   }
   // Conversations of many lengths, trained on in place of text.
   void make_talks(int64_t length) {
-    const fs::path file = temp_.path() / "talks.jsonl";
-    std::ofstream out(file);
-    for (int i = 0; i < 60; ++i) {
-      const std::string words(static_cast<size_t>(i % 9), 'q');
-      out << R"({"prompt": ")" << words << R"(", "completion": "of )" << i << "\"}\n";
-    }
-    out.close();
-    const ChatTemplate turns = ChatTemplate::from_files(
-        {{"chat_template.jinja",
-          "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|endoftext|>{% endfor %}"
-          "{% if add_generation_prompt %}a:{% endif %}"}});
-    talks_ = std::make_unique<ChatData>(
-        ctx_, turns, data_.tokenizer,
-        ChatDataOptions{.file = file, .length = length, .validation_fraction = 0.3});
+    talks_ = micro_talks(ctx_, temp_.path(), data_.tokenizer, length);
   }
   // Trains from checkpoint `from` (or anew) to step `to`, saves to `into`, and returns the weights.
   std::vector<float> train(bool cuda, const TrainOptions& options, int64_t to,

@@ -6,11 +6,13 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <set>
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/dist/test_ranks.h"
 #include "twell/train/engine_cuda.h"
+#include "twell/train/micro_batches.h"
 #include "twell/train/test_run.h"
 #include "twell/train/trainer.h"
 
@@ -36,6 +38,9 @@ class RanksCudaTest : public testing::Test {
     if (!why.empty()) GTEST_SKIP() << why;
   }
   ModelConfig config() const { return micro_config(data_.tokenizer.vocab_size()); }
+  const TrainingData& data() const {
+    return talks_ ? static_cast<const TrainingData&>(*talks_) : data_.shards;
+  }
   // Five micro-batches a step: three for the first rank, two for the second.
   TrainOptions options(int64_t steps) const {
     TrainOptions options = micro_options(steps);
@@ -79,8 +84,8 @@ class RanksCudaTest : public testing::Test {
       if (rank == poisoned) {
         model->flat[model->flat.size() / 2] = std::numeric_limits<float>::quiet_NaN();
       }
-      TrainEngineCuda engine(device, *model, &data_.shards, options, {}, all.get());
-      Trainer trainer(host, engine, data_.shards, options, "data");
+      TrainEngineCuda engine(device, *model, &data(), options, {}, all.get());
+      Trainer trainer(host, engine, data(), options, "data");
       if (!from.empty()) trainer.restore(from);
       Result& result = results[static_cast<size_t>(rank)];
       while (trainer.steps_done() < to) {
@@ -136,6 +141,7 @@ class RanksCudaTest : public testing::Test {
 
   TempFolder temp_;
   MicroData data_{temp_.path()};
+  std::unique_ptr<ChatData> talks_;  // trained on in place of text, where there are some
 };
 
 TEST_F(RanksCudaTest, TheCurveIsThatOfOneGpuAndRepeatsBitForBit) {
@@ -155,6 +161,22 @@ TEST_F(RanksCudaTest, MuonOrthogonalisesEachMatrixOnOneOfThem) {
   options.optimizer = OptimizerKind::kMuon;
   options.learning_rate = 2e-3;
   options.matrix_learning_rate = 8e-3;
+  expect_curve_of_one_gpu(options);
+}
+
+// The ranks' micro-batches have unlike many targets, and the loss is the mean over all of them.
+TEST_F(RanksCudaTest, ConversationsHaveTheCurveOfOneGpu) {
+  Context host(1);
+  talks_ = micro_talks(host, temp_.path(), data_.tokenizer, config().context);
+  TrainOptions options = this->options(12);
+  options.micro_batch = 8;
+  options.batch_tokens = 5 * 8 * config().context;
+  options.document_mask = true;
+  const MicroBatches batches(data(), options);
+  std::set<int64_t> targets;
+  for (int64_t step = 1; step <= 12; ++step) targets.insert(batches.step_targets(step));
+  EXPECT_GT(targets.size(), 1u);
+  EXPECT_LT(*targets.rbegin(), options.batch_tokens * 3 / 4);
   expect_curve_of_one_gpu(options);
 }
 

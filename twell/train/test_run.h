@@ -4,9 +4,12 @@
 
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <string>
 
 #include "twell/base/test_folder.h"
+#include "twell/chat_template/chat_template.h"
+#include "twell/data/chat_data.h"
 #include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"
 #include "twell/data/text_source.h"
@@ -98,5 +101,24 @@ struct MicroData {
     return folder / "shards";
   }
 };
+
+// Conversations of many lengths, in sequences of so many tokens; `folder` gets their file.
+inline std::unique_ptr<ChatData> micro_talks(Context& ctx, const std::filesystem::path& folder,
+                                             const Tokenizer& tokenizer, int64_t length) {
+  const std::filesystem::path file = folder / "talks.jsonl";
+  std::ofstream out(file);
+  for (int i = 0; i < 60; ++i) {
+    const std::string words(static_cast<size_t>(i % 9), 'q');
+    out << R"({"prompt": ")" << words << R"(", "completion": "of )" << i << "\"}\n";
+  }
+  out.close();
+  const ChatTemplate turns = ChatTemplate::from_files(
+      {{"chat_template.jinja",
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"}});
+  return std::make_unique<ChatData>(
+      ctx, turns, tokenizer,
+      ChatDataOptions{.file = file, .length = length, .validation_fraction = 0.3});
+}
 
 }  // namespace twell
