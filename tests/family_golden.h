@@ -39,7 +39,8 @@ inline constexpr const char* kGoldenFamilies[] = {"llama3",
                                                   "arcee",
                                                   "prosparse",
                                                   "bamboo",
-                                                  "phonelm"};
+                                                  "phonelm",
+                                                  "minicpm"};
 
 inline std::filesystem::path golden_family(const std::string& name) {
   return std::filesystem::path(TWELL_SOURCE_DIR) / "tests" / "golden" / "families" / name;

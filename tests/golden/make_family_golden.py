@@ -7,8 +7,8 @@ Writes, for each variant, a folder tests/golden/families/<variant>/ with config.
 model.safetensors (or shards) as transformers saves them, in the dtype of the variant, and
 golden.safetensors: for each length T in LENGTHS "ids.T" [T] int32 and "logits.T" [T, V] float32;
 "cross_entropy" [1] float64, the mean over ids.33 in nats; "greedy" [CONTEXT] int32, ids.7 continued
-by the most likely tokens. What transformers does not have (ProSparse, Bamboo, PhoneLM) is one of its
-models with a part replaced as the model's description says.
+by the most likely tokens. What transformers does not have (ProSparse, Bamboo, PhoneLM, MiniCPM) is one
+of its models with a part replaced as the model's description says.
 Needs torch, transformers, safetensors.  Run: python make_family_golden.py [VARIANT...]
 """
 import json
@@ -112,12 +112,38 @@ def phonelm(config):
     del config["mlp_bias"], config["head_dim"]
 
 
+SCALE_EMB, SCALE_DEPTH, DIM_MODEL_BASE = 12, 1.4, 6
+
+
+def minicpm(config):
+    old_style(config)
+    config.update(model_type="minicpm", architectures=["MiniCPMForCausalLM"],
+                  hidden_act="fatrelu", hidden_act_param=THRESHOLD, scale_emb=SCALE_EMB,
+                  scale_depth=SCALE_DEPTH, dim_model_base=DIM_MODEL_BASE)
+    del config["mlp_bias"], config["tie_word_embeddings"]
+
+
+def scale_output(module, scale):
+    module.register_forward_hook(lambda module, inputs, output: output * scale)
+
+
+def scale_as_minicpm(model):
+    """Embeddings, what attention and feed-forward layers add, and logits."""
+    scale_output(model.model.embed_tokens, SCALE_EMB)
+    scale_output(model.lm_head, DIM_MODEL_BASE / model.config.hidden_size)
+    for layer in model.model.layers:
+        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            scale_output(module, SCALE_DEPTH / len(model.model.layers) ** 0.5)
+
+
 def replace_parts(model, edit):
     for layer in model.model.layers:
-        if edit is prosparse:
+        if edit in (prosparse, minicpm):
             layer.mlp.act_fn = FatReLU()
         if edit is bamboo:
             layer.mlp = DoubleReLU(layer.mlp)
+    if edit is minicpm:
+        scale_as_minicpm(model)
     if edit is phonelm:
         model.model.rotary_emb = RoundedRotary(model.model.rotary_emb)
 
@@ -192,6 +218,9 @@ VARIANTS = {
         torch.bfloat16, bamboo, None),
     "phonelm": (LlamaConfig, LlamaForCausalLM, dict(
         hidden_act="relu", rope_parameters=rope("default")), torch.bfloat16, phonelm, None),
+    "minicpm": (LlamaConfig, LlamaForCausalLM, dict(
+        hidden_act="relu", intermediate_size=40, num_hidden_layers=3, tie_word_embeddings=True,
+        rope_parameters=rope("default")), torch.bfloat16, minicpm, None),
 }
 
 

@@ -43,6 +43,8 @@ struct FamilySpec {
   std::string_view hidden_act = "silu";
   bool up_relu = false;    // hidden_act is of both projections: "relu" is dReLU
   double norm_eps = 1e-6;  // rms_norm_eps
+  bool tied = false;       // tie_word_embeddings
+  bool scaled = false;     // has scale_emb, scale_depth and dim_model_base, each 1 when absent
 };
 constexpr FamilySpec kFamilies[] = {
     {.family = Family::kLlama,
@@ -114,6 +116,12 @@ constexpr FamilySpec kFamilies[] = {
      .kv_heads = 8,
      .window = 4096,
      .up_relu = true},
+    {.family = Family::kMiniCpm,
+     .model_type = "minicpm",
+     .architecture = "MiniCPMForCausalLM",
+     .attention_bias = true,
+     .tied = true,
+     .scaled = true},
 };
 
 // InputError names the source and the supported families.
@@ -155,6 +163,9 @@ constexpr std::string_view kRead =
     "rope_theta "
     "rope_scaling rope_parameters rms_norm_eps initializer_range bos_token_id eos_token_id "
     "sliding_window use_sliding_window max_window_layers layer_types";
+
+// Keys of families with `scaled`.
+constexpr std::string_view kScales = "scale_emb scale_depth dim_model_base";
 
 // Keys that the forward pass does not depend on: bookkeeping, other frameworks, dropout, and the
 // generation settings that old versions of transformers stored here.
@@ -213,7 +224,7 @@ void require_known_keys(const JsonFields& fields, const FamilySpec& family) {
   if (family.sparse) require_published_layout(fields);
   for (const auto& [key, value] : fields.value().items()) {
     if ((key == "attention_bias" && family.attention_bias) ||
-        (key == "mlp_bias" && family.mlp_bias)) {
+        (key == "mlp_bias" && family.mlp_bias) || (family.scaled && lists(kScales, key))) {
       continue;
     }
     if (lists(kRead, key) || lists(kIgnored, key) || is_fixed(fields, key, value)) continue;
@@ -465,6 +476,15 @@ void read_sparsity(const JsonFields& fields, ModelConfig& config) {
   config.ffn = fields.integer("sparsity_new_intermediate_size", config.ffn);
 }
 
+void read_scales(const JsonFields& fields, ModelConfig& config) {
+  config.embedding_scale = fields.number("scale_emb", 1.0);
+  config.depth_scale = fields.number("scale_depth", 1.0);
+  config.base_width = fields.integer("dim_model_base", 1);
+  TWELL_REQUIRE(config.depth_scale > 0.0 && config.base_width >= 1,
+                "{}: scale_depth {} and dim_model_base {} must be above 0", fields.where(),
+                config.depth_scale, config.base_width);
+}
+
 json eos_to_json(const ModelConfig& config) {
   if (config.eos_token < 0) return nullptr;
   if (config.more_eos_tokens.empty()) return config.eos_token;
@@ -535,7 +555,8 @@ ModelConfig parse_config(const json& object, const std::string& source) {
   TWELL_REQUIRE(family.gated || !config.gated, "{}: {} models have no gate, but mlp_gated is true",
                 source, family.model_type);
   if (family.sparse) read_sparsity(fields, config);
-  config.tied_embeddings = fields.boolean("tie_word_embeddings", false);
+  if (family.scaled) read_scales(fields, config);
+  config.tied_embeddings = fields.boolean("tie_word_embeddings", family.tied);
   config.norm_eps = fields.number("rms_norm_eps", family.norm_eps);
   config.init_std = fields.number("initializer_range", 0.02);
   try {
@@ -588,6 +609,11 @@ json config_to_json(const ModelConfig& config) {
     for (const bool is_full : full) {
       object["layer_types"].push_back(is_full ? "full_attention" : "sliding_attention");
     }
+  }
+  if (family.scaled) {
+    object["scale_emb"] = config.embedding_scale;
+    object["scale_depth"] = config.depth_scale;
+    object["dim_model_base"] = config.base_width;
   }
   if (config.activation == Activation::kFatRelu) {
     object["hidden_act_param"] = config.activation_threshold;

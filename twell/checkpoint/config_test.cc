@@ -154,7 +154,7 @@ TEST(Config, WindowsOfSomeLayers) {
 TEST(Config, FamiliesAndOptionsRoundTrip) {
   for (const Family family :
        {Family::kLlama, Family::kMistral, Family::kQwen2, Family::kQwen3, Family::kArcee,
-        Family::kPhoneLm, Family::kProSparse, Family::kBamboo}) {
+        Family::kPhoneLm, Family::kProSparse, Family::kBamboo, Family::kMiniCpm}) {
     ModelConfig config = preset_config("tiny");
     config.family = family;
     config.qkv_bias = family == Family::kQwen2;
@@ -163,7 +163,12 @@ TEST(Config, FamiliesAndOptionsRoundTrip) {
     config.activation = Activation::kGeluTanh;
     if (family == Family::kBamboo) config.activation = Activation::kDRelu;
     if (family == Family::kArcee) config.gated = false;
-    if (family == Family::kProSparse) {
+    if (family == Family::kMiniCpm) {
+      config.embedding_scale = 12.0;
+      config.depth_scale = 1.4;
+      config.base_width = 64;
+    }
+    if (family == Family::kProSparse || family == Family::kMiniCpm) {
       config.activation = Activation::kFatRelu;
       config.activation_threshold = 0.01;
     }
@@ -235,6 +240,41 @@ TEST(Config, Relu2IsReadAndWritten) {
   const ModelConfig read = parse_config(config, "x");
   EXPECT_EQ(read.activation, Activation::kRelu2);
   EXPECT_EQ(config_to_json(read)["hidden_act"], "relu2");
+}
+
+// Keys and defaults of MiniCPM, by which its residual stream is kept divided by what its parts are
+// multiplied by.
+TEST(Config, ScalesOfMiniCpm) {
+  json config = hugging_face_config();
+  config["model_type"] = "minicpm";
+  config.erase("architectures");
+  config.erase("tie_word_embeddings");
+  config["num_hidden_layers"] = 4;
+  config["hidden_act"] = "fatrelu";
+  config["hidden_act_param"] = 0.01;
+  config["rms_norm_eps"] = 1e-5;
+  const ModelConfig plain = parse_config(config, "x");
+  EXPECT_TRUE(plain.tied_embeddings);
+  EXPECT_EQ(plain.part_scale(), 0.5);
+  EXPECT_EQ(plain.hidden_scale(), 1.0f / static_cast<float>(plain.width));
+  config["scale_emb"] = 12;
+  config["scale_depth"] = 0.5;
+  config["dim_model_base"] = 2;
+  const ModelConfig read = parse_config(config, "x");
+  EXPECT_EQ(read.stream_embedding_scale(), 48.0f);
+  EXPECT_EQ(read.stream_eps(), static_cast<float>(16.0 * 1e-5));
+  EXPECT_EQ(read.hidden_scale(), 2.0f / static_cast<float>(read.width));
+  EXPECT_EQ(config_to_json(read)["scale_depth"], 0.5);
+  for (const auto& [key, value] : {std::pair<const char*, json>{"scale_depth", 0},
+                                   {"scale_emb", -1},
+                                   {"dim_model_base", 0},
+                                   {"num_experts", 8}}) {
+    json refused = config;
+    refused[key] = value;
+    EXPECT_THAT(config_refusal(refused), HasSubstr(key));
+  }
+  config["model_type"] = "llama";
+  EXPECT_THAT(config_refusal(config), HasSubstr("dim_model_base (2) is not understood"));
 }
 
 TEST(Config, RefusesByName) {

@@ -120,11 +120,25 @@ void ModelConfig::validate() const {
   TWELL_REQUIRE(full_attention.empty() || std::ssize(full_attention) == layers,
                 "the kinds of attention of {} layers are given, the model has {}",
                 full_attention.size(), layers);
+  TWELL_REQUIRE(embedding_scale > 0.0 && embedding_scale <= 1e6,
+                "scale_emb must be above 0 and at most 1e6, got {}", embedding_scale);
+  TWELL_REQUIRE(depth_scale >= 0.0 && depth_scale <= 1e6 && part_scale() >= 1e-3,
+                "scale_depth must be above 0, at least a thousandth of the square root of the {} "
+                "layers and at most 1e6, got {}",
+                layers, depth_scale);
+  TWELL_REQUIRE(base_width >= 0 && base_width <= kMaxWidth,
+                "dim_model_base must be between 1 and {}, got {}", kMaxWidth, base_width);
+  TWELL_REQUIRE(!scaled() || !qk_norm,
+                "scaled residuals and norms of queries and keys do not go together");
   TWELL_REQUIRE(qkv_bias || !o_bias,
                 "a bias on the attention's output needs biases on queries, keys and values");
   TWELL_REQUIRE(parameter_count() <= kMaxParameters,
                 "the model would have {} parameters, more than {}", parameter_count(),
                 kMaxParameters);
+}
+
+double ModelConfig::part_scale() const {
+  return depth_scale == 0.0 ? 1.0 : depth_scale / std::sqrt(static_cast<double>(layers));
 }
 
 int64_t ModelConfig::parameter_count() const {

@@ -22,6 +22,7 @@ enum class Family {
   kPhoneLm,    // rotations are rounded, see rotary.h
   kProSparse,  // FATReLU
   kBamboo,     // dReLU; TurboSparse too
+  kMiniCpm,    // FATReLU in MiniCPM-S; scaled embeddings, residuals and logits
 };
 
 // Scaling of rotary frequencies for contexts longer than in pretraining: transformers' rope_type
@@ -79,6 +80,12 @@ struct ModelConfig {
   // [L] whether a layer attends to all keys although there is a window; empty: no layer does.
   std::vector<bool> full_attention;
 
+  // MiniCPM's scales: embeddings times scale_emb, what a layer's two parts add to the residual
+  // stream times scale_depth / sqrt(L), logits times dim_model_base / D. No other family has them.
+  double embedding_scale = 1.0;
+  double depth_scale = 0.0;  // 0: the parts are not scaled
+  int64_t base_width = 0;    // 0: the logits are not scaled
+
   // Throws InputError, with the values, on anything that cannot be a model.
   void validate() const;
   int64_t q_width() const { return heads * head_dim; }      // H * hd
@@ -87,6 +94,18 @@ struct ModelConfig {
   int64_t window_of(int64_t layer) const {
     const bool full = !full_attention.empty() && full_attention[static_cast<size_t>(layer)];
     return full ? 0 : sliding_window;
+  }
+  // The engine keeps the residual stream divided by the scale of the parts, which nothing has to be
+  // multiplied by then: norms with an eps divided by its square make the same of it.
+  bool scaled() const { return embedding_scale != 1.0 || depth_scale != 0.0 || base_width != 0; }
+  double part_scale() const;
+  float stream_embedding_scale() const {
+    return static_cast<float>(embedding_scale / part_scale());
+  }
+  float stream_eps() const { return static_cast<float>(norm_eps / (part_scale() * part_scale())); }
+  // Of the output of the last norm.
+  float hidden_scale() const {
+    return base_width == 0 ? 1.0f : static_cast<float>(base_width) / static_cast<float>(width);
   }
   BlendedActivation blended_activation() const {
     return {.kind = activation, .threshold = static_cast<float>(activation_threshold)};

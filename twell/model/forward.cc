@@ -63,7 +63,8 @@ class ForwardPass {
   }
 
   void run() {
-    embedding_forward(ctx_, problem_.ids, weights_.embedding, residual_);
+    embedding_forward(ctx_, problem_.ids, weights_.embedding, residual_,
+                      config_.stream_embedding_scale());
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
       const auto& w = weights_.layers[static_cast<size_t>(layer)];
       if (layer == 0) {
@@ -91,7 +92,7 @@ class ForwardPass {
       feed_forward(layer, w.ffn);
       done(layer, LayerStage::kFfn, delta_);
     }
-    add_and_norm(weights_.final_norm, problem_.hidden);
+    add_and_norm(weights_.final_norm, problem_.hidden, config_.hidden_scale());
     advance_cache();
   }
 
@@ -124,13 +125,14 @@ class ForwardPass {
   }
 
   // residual += delta; y = norm(residual)
-  void add_and_norm(const float* weight, MatrixF y) {
+  void add_and_norm(const float* weight, MatrixF y, float scale = 1.0f) {
     rms_norm_forward(ctx_, {.x = residual_,
                             .residual = delta_,
                             .sum = residual_,
                             .weight = weight,
                             .y = y,
-                            .eps = eps()});
+                            .eps = eps(),
+                            .scale = scale});
   }
 
   template <typename Layer>
@@ -184,7 +186,7 @@ class ForwardPass {
     }
   }
 
-  float eps() const { return static_cast<float>(config_.norm_eps); }
+  float eps() const { return config_.stream_eps(); }
 
   Context& ctx_;
   const ModelConfig& config_;

@@ -19,7 +19,7 @@ void ForwardCuda::norm_bytes(const BF16* weight, const int32_t* rows) const {
                                                    .width = config_.width,
                                                    .x = residual_.data(),
                                                    .weight = device_bf16(weight),
-                                                   .eps = static_cast<float>(config_.norm_eps),
+                                                   .eps = config_.stream_eps(),
                                                    .y_rows = rows},
                                           .values = bytes_.values.data(),
                                           .scales = bytes_.scales.data()},
@@ -74,7 +74,7 @@ void ForwardCuda::project_bytes(int64_t layer) {
                                        .q_norm = device_bf16(w.q_norm),
                                        .k_norm = device_bf16(w.k_norm),
                                        .qkv = qkv_.data(),
-                                       .eps = static_cast<float>(config_.norm_eps)},
+                                       .eps = config_.stream_eps()},
                                       ctx_.stream()));
   }
   TWELL_CUDA_CHECK(launch_rope(rope, ctx_.stream()));

@@ -171,13 +171,14 @@ int64_t ForwardCuda::screen_bytes(const CudaContext& ctx, const ModelConfig& c,
 
 int64_t ForwardCuda::padded_tokens() const { return route::padded_rows(staged_.tokens); }
 
-void ForwardCuda::norm(const BF16* weight, const int32_t* rows) const {
+void ForwardCuda::norm(const BF16* weight, const int32_t* rows, float scale) const {
   TWELL_CUDA_CHECK(launch_rms_norm({.tokens = staged_.tokens,
                                     .width = config_.width,
                                     .x = residual_.data(),
                                     .weight = device_bf16(weight),
                                     .y = hidden_.data(),
-                                    .eps = static_cast<float>(config_.norm_eps),
+                                    .eps = config_.stream_eps(),
+                                    .scale = scale,
                                     .y_rows = rows},
                                    ctx_.stream()));
 }
@@ -194,7 +195,8 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
                                      .ids = batch.ids,
                                      .table = device_bf16(weights.embedding.data),
                                      .out = residual_.data(),
-                                     .drawn = staged_.drawn},
+                                     .drawn = staged_.drawn,
+                                     .scale = config_.stream_embedding_scale()},
                                     ctx_.stream()));
   done(ForwardStage::kEmbedding);
   for (SequenceGroup& group : staged_.groups) {
@@ -228,7 +230,7 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
       }
     }
   }
-  norm(weights.final_norm);
+  norm(weights.final_norm, nullptr, config_.hidden_scale());
   done(ForwardStage::kNorm);
 }
 

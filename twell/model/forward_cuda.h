@@ -190,7 +190,7 @@ class ForwardCuda {
   layer_ops::Qkv cached_qkv(int64_t layer, const __nv_bfloat16* x, const BF16* norm) const;
   void project(int64_t layer);  // hidden to rotated queries, keys and values
   // Residual to hidden; `rows`: the row of each token there, null: its own.
-  void norm(const BF16* weight, const int32_t* rows = nullptr) const;
+  void norm(const BF16* weight, const int32_t* rows = nullptr, float scale = 1.0f) const;
   // The same for a feed-forward layer that reads `rotated` behind this gate's screen.
   void norm_rotated(const BF16* weight, const FfnForwardCuda& ffn, const int32_t* rows) const;
   // Device memory of 8-bit copies of the gates and of hidden_, and these.

@@ -23,7 +23,7 @@ layer_ops::Qkv ForwardCuda::cached_qkv(int64_t layer, const __nv_bfloat16* x,
                     .width = config_.width,
                     .x = x,
                     .norm = device_bf16(norm),
-                    .eps = static_cast<float>(config_.norm_eps),
+                    .eps = config_.stream_eps(),
                     .constant_weights = true},
           .heads = config_.heads,
           .kv_heads = config_.kv_heads,
@@ -86,7 +86,7 @@ void ForwardCuda::project(int64_t layer) {
                                        .q_norm = device_bf16(w.q_norm),
                                        .k_norm = device_bf16(w.k_norm),
                                        .qkv = qkv_.data(),
-                                       .eps = static_cast<float>(config_.norm_eps)},
+                                       .eps = config_.stream_eps()},
                                       ctx_.stream()));
   }
   TWELL_CUDA_CHECK(launch_rope(rope, ctx_.stream()));
@@ -164,7 +164,7 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
 
 void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
-  const float eps = static_cast<float>(config_.norm_eps);
+  const float eps = config_.stream_eps();
   const ProfileRange whole("layer", layer);
   ProfileRange stage("norm, qkv");
   const layer_ops::Qkv normed = cached_qkv(layer, hidden_.data(), nullptr);
@@ -231,7 +231,7 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                        .heads = static_cast<int>(config_.heads),
                        .kv_heads = static_cast<int>(config_.kv_heads),
                        .head_dim = static_cast<int>(config_.head_dim),
-                       .eps = static_cast<float>(config_.norm_eps),
+                       .eps = config_.stream_eps(),
                        .cos = cos_.data(),
                        .sin = sin_.data(),
                        .positions = batch.positions,

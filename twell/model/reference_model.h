@@ -46,6 +46,7 @@ class ReferenceModel {
     for (const int32_t id : inputs) {
       const double* row = param("model.embed_tokens.weight") + id * config_.width;
       x.emplace_back(row, row + config_.width);
+      scale(x.back(), config_.embedding_scale);
     }
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
       attention(layer, length, x);
@@ -54,8 +55,11 @@ class ReferenceModel {
     const double* head =
         param(config_.tied_embeddings ? "model.embed_tokens.weight" : "lm_head.weight");
     for (size_t m = 0; m < x.size(); ++m) {
-      const Row logits =
+      Row logits =
           reference::linear(norm(x[m], param("model.norm.weight")), head, config_.vocab_size);
+      if (config_.base_width > 0) {
+        scale(logits, static_cast<double>(config_.base_width) / static_cast<double>(config_.width));
+      }
       if (!targets.empty() && targets[m] >= 0) {
         result.ce_sum += reference::log_sum_exp(logits) - logits[size(targets[m])];
       }
@@ -89,6 +93,10 @@ class ReferenceModel {
         offsets_.find("model.layers." + std::to_string(layer) + "." + part + ".bias");
     if (found == offsets_.end()) return;
     for (size_t i = 0; i < y.size(); ++i) y[i] += flat[size(found->second) + i];
+  }
+
+  static void scale(Row& x, double by) {
+    for (double& value : x) value *= by;
   }
 
   Row head_norms(const Row& x, const double* weight) const {
@@ -152,7 +160,9 @@ class ReferenceModel {
       const size_t first = m - (window == 0 ? before : std::min(before, window - 1));
       const Row attended =
           reference::attend(q[m], {&k[first], &k[m] + 1}, {&v[first], &v[m] + 1}, config_.head_dim);
-      reference::add(project(attended, layer, "self_attn.o_proj", config_.width), x[m]);
+      Row part = project(attended, layer, "self_attn.o_proj", config_.width);
+      scale(part, config_.part_scale());
+      reference::add(part, x[m]);
     }
   }
 
@@ -161,6 +171,7 @@ class ReferenceModel {
     const Row up = project(normed, layer, "mlp.up_proj", config_.ffn);
     const Row gate = config_.gated ? project(normed, layer, "mlp.gate_proj", config_.ffn) : up;
     const double* down = layer_param(layer, "mlp.down_proj");  // [F, D]
+    Row part(x.size(), 0.0);
     int32_t nnz = 0;
     for (size_t f = 0; f < gate.size(); ++f) {
       const bool doubled = config_.activation == Activation::kDRelu;
@@ -172,9 +183,11 @@ class ReferenceModel {
       const double factor = doubled ? std::max(up[f], 0.0) : up[f];
       const double h = config_.gated ? fired * factor : fired;
       result.l1_sum[size(layer)] += std::abs(h);
-      for (size_t d = 0; d < x.size(); ++d) x[d] += h * down[f * x.size() + d];
+      for (size_t d = 0; d < x.size(); ++d) part[d] += h * down[f * x.size() + d];
     }
-    add_bias(layer, "mlp.down_proj", x);
+    add_bias(layer, "mlp.down_proj", part);
+    scale(part, config_.part_scale());
+    reference::add(part, x);
     result.row_nnz[size(layer)].push_back(nnz);
   }
 

@@ -2,6 +2,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "twell/base/for_each.cuh"
+#include "twell/gpu/bf16_pair.cuh"
 #include "twell/ops/embedding/embedding_cuda.h"
 
 namespace twell {
@@ -18,8 +19,14 @@ struct CopyPiece {
     int32_t id = p.ids[i / pieces];
     if (id < 0) id = max(p.drawn[-1 - id], 0);
     const int64_t row = int64_t{id};
-    reinterpret_cast<uint4*>(p.out)[i] =
-        reinterpret_cast<const uint4*>(p.table)[row * pieces + i % pieces];
+    uint4 piece = reinterpret_cast<const uint4*>(p.table)[row * pieces + i % pieces];
+    if (p.scale != 1.0f) {
+      for (uint32_t* word : {&piece.x, &piece.y, &piece.z, &piece.w}) {
+        const float2 v = gpu::to_floats(*word);
+        *word = gpu::bf16x2(p.scale * v.x, p.scale * v.y);
+      }
+    }
+    reinterpret_cast<uint4*>(p.out)[i] = piece;
   }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Token embedding: out[m] = table[ids[m]].
+// Token embedding: out[m] = scale * table[ids[m]].
 //   ids [M] int32 in [0, V), table [V, D] f32, bf16 or f16, out [M, D] f32.
 // Errors: Error on an id outside [0, V). Backward is deterministic for any thread count.
 #pragma once
@@ -14,8 +14,8 @@
 namespace twell {
 
 void embedding_forward(Context& ctx, std::span<const int32_t> ids, const WeightMatrix& table,
-                       MatrixF out);
-// d_table[ids[m]] += d_out[m]
+                       MatrixF out, float scale = 1.0f);
+// d_table[ids[m]] += d_out[m], of a scale of 1
 void embedding_backward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF d_out,
                         MatrixF d_table);
 

@@ -23,11 +23,14 @@ void check_shapes(std::span<const int32_t> ids, const WeightMatrix& table, Const
 }  // namespace
 
 void embedding_forward(Context& ctx, std::span<const int32_t> ids, const WeightMatrix& table,
-                       MatrixF out) {
+                       MatrixF out, float scale) {
   check_shapes(ids, table, out);
   ctx.parallel_for(out.rows, 64, [&](int64_t begin, int64_t end, int) {
     for (int64_t m = begin; m < end; ++m) {
-      widen(table.at(ids[static_cast<size_t>(m)]), table.dtype, out.cols, out.row(m));
+      float* const row = out.row(m);
+      widen(table.at(ids[static_cast<size_t>(m)]), table.dtype, out.cols, row);
+      if (scale == 1.0f) continue;
+      for (int64_t i = 0; i < out.cols; ++i) row[i] *= scale;
     }
   });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Token embedding on the GPU: out[m] = table[ids[m]] (launch_embedding), and its backward,
+// Token embedding on the GPU: out[m] = scale * table[ids[m]] (launch_embedding), and its backward,
 // d_table[ids[m]] += d_out[m]. All in device memory.
 //   ids [M] in [0, V), checked by the caller; table [V, D], out, d_out [M, D] bf16; d_table [V, D]
 //   f32; D a multiple of 8.
@@ -17,9 +17,9 @@
 
 namespace twell {
 
-// out[m] = table[ids[m]]; ids are in [0, V), D is a multiple of 8. With `drawn`, an id below 0
-// stands for drawn[-1 - id], which is in [0, V) or, where a sampler found no token, negative; the
-// result is then row 0.
+// out[m] = scale * table[ids[m]]; ids are in [0, V), D is a multiple of 8. With `drawn`, an id
+// below 0 stands for drawn[-1 - id], which is in [0, V) or, where a sampler found no token,
+// negative; the result is then row 0.
 struct EmbeddingCuda {
   int64_t tokens = 0;                    // M
   int64_t width = 0;                     // D
@@ -27,6 +27,7 @@ struct EmbeddingCuda {
   const __nv_bfloat16* table = nullptr;  // [V, D]
   __nv_bfloat16* out = nullptr;          // [M, D]
   const int32_t* drawn = nullptr;
+  float scale = 1.0f;
 };
 cudaError_t launch_embedding(const EmbeddingCuda& problem, cudaStream_t stream);
 

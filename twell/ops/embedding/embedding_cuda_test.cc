@@ -20,14 +20,20 @@ TEST(EmbeddingCudaTest, CopiesRows) {
     const auto device_table = upload(table);
     const auto device_ids = upload(ids);
     const auto out = poisoned<__nv_bfloat16>(tokens * width);
-    TWELL_CUDA_CHECK(launch_embedding(
-        {tokens, width, device_ids.data(), device_table.data(), out.data()}, stream.get()));
+    const float scale = tokens == 129 ? 4.0f : 1.0f;
+    TWELL_CUDA_CHECK(launch_embedding({.tokens = tokens,
+                                       .width = width,
+                                       .ids = device_ids.data(),
+                                       .table = device_table.data(),
+                                       .out = out.data(),
+                                       .scale = scale},
+                                      stream.get()));
     stream.synchronize();
     const auto got = to_floats(download(out)), rows = to_floats(table);
     for (int64_t m = 0; m < tokens; ++m) {
       for (int64_t d = 0; d < width; ++d) {
         ASSERT_EQ(got[static_cast<size_t>(m * width + d)],
-                  rows[static_cast<size_t>(ids[static_cast<size_t>(m)] * width + d)]);
+                  scale * rows[static_cast<size_t>(ids[static_cast<size_t>(m)] * width + d)]);
       }
     }
   }

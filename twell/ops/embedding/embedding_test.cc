@@ -24,10 +24,11 @@ TEST(Embedding, ForwardCopiesRows) {
       const auto table = TestMatrix::random(11, width, 1, 3);
       TestMatrix out(tokens, width, 2);
       Context ctx(2);
-      embedding_forward(ctx, ids, table.view(), out.view());
+      const float scale = tokens == 127 ? 4.0f : 1.0f;
+      embedding_forward(ctx, ids, table.view(), out.view(), scale);
       for (int64_t m = 0; m < tokens; ++m) {
         for (int64_t i = 0; i < width; ++i) {
-          ASSERT_EQ(out(m, i), table(ids[static_cast<size_t>(m)], i));
+          ASSERT_EQ(out(m, i), scale * table(ids[static_cast<size_t>(m)], i));
         }
       }
       EXPECT_TRUE(out.gaps_untouched());

@@ -114,7 +114,8 @@ __device__ __forceinline__ void norm_row(const RmsNormCuda& p, int64_t token,
       squares = fmaf(v.x, v.x, fmaf(v.y, v.y, squares));
     }
   }
-  const float inv = rsqrtf(row_sum<kRowThreads>(squares) / static_cast<float>(p.width) + p.eps);
+  const float inv =
+      p.scale * rsqrtf(row_sum<kRowThreads>(squares) / static_cast<float>(p.width) + p.eps);
   const int64_t y_row = p.y_rows == nullptr ? token : p.y_rows[token];
   auto* y = reinterpret_cast<Piece*>(p.y) + y_row * pieces;
 #pragma unroll

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // RMSNorm, fused with the residual addition in front of it.
-//   s = x + residual (or x);  y = s * rsqrt(mean(s^2) + eps) * weight
+//   s = x + residual (or x);  y = scale * s * rsqrt(mean(s^2) + eps) * weight
 //   x, residual, sum, y [M, D] f32; weight [D]; inv_rms [M].
 #pragma once
 
@@ -19,6 +19,7 @@ struct RmsNormForward {
   MatrixF y;                      // [M, D]
   float* inv_rms = nullptr;       // [M] or null (inference)
   float eps = 1e-5f;
+  float scale = 1.0f;  // 1 in training
 };
 void rms_norm_forward(Context& ctx, const RmsNormForward& problem);
 

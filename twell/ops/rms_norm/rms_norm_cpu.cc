@@ -103,7 +103,7 @@ void forward_rows(const RmsNormForward& p, int64_t begin, int64_t end) {
     const float squares = add_square(p.x.row(m), add ? p.residual.row(m) : nullptr,
                                      add ? p.sum.row(m) : nullptr, width);
     const float inv = 1.0f / std::sqrt(squares / static_cast<float>(width) + p.eps);
-    scale_row(add ? p.sum.row(m) : p.x.row(m), inv, p.weight, p.y.row(m), width);
+    scale_row(add ? p.sum.row(m) : p.x.row(m), p.scale * inv, p.weight, p.y.row(m), width);
     if (p.inv_rms != nullptr) p.inv_rms[m] = inv;
   }
 }

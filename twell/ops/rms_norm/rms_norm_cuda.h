@@ -13,7 +13,7 @@ namespace twell {
 
 inline constexpr int64_t kMaxNormWidth = 16384;
 
-// s = x + residual (or x);  y = s * rsqrt(mean(s^2) + eps) * weight
+// s = x + residual (or x);  y = scale * s * rsqrt(mean(s^2) + eps) * weight
 // s is rounded to bf16 before it is normalised, as it is stored.
 struct RmsNormCuda {
   int64_t tokens = 0;                       // M
@@ -24,6 +24,7 @@ struct RmsNormCuda {
   const __nv_bfloat16* weight = nullptr;    // [D]
   __nv_bfloat16* y = nullptr;               // [M, D], may be x when there is no residual
   float eps = 1e-5f;
+  float scale = 1.0f;
   // Where another order of tokens is in use, the row of each token [M] there; null: its own.
   const int32_t* residual_rows = nullptr;
   const int32_t* y_rows = nullptr;  // y is not x then
