@@ -174,7 +174,7 @@ def decode_rows_cost(p, c):
 
 
 def row_stream_cost(p, c):
-    return (p["launches"] + p["part"] * c.m * c.d
+    return (p["launches"] + p["token"] * c.m
             + move(c, 2e-6 * c.d * c.f + 4e-6 * c.d * union_of(c, c.m), p["bytes"]))
 
 
@@ -255,7 +255,7 @@ COSTS = {
     "dense-batch": (dense_batch_cost, {"launches": 4.5, "token": 0.04, "bytes": 0.77}),
     "decode-rows": (decode_rows_cost, {"launches": 2, "pass": 4, "group": 1.2, "active": 0.4,
                                        "first_bytes": 2, "active_bytes": 0.4}),
-    "row-stream": (row_stream_cost, {"launches": 7, "part": 2e-4, "bytes": 0.8}),
+    "row-stream": (row_stream_cost, {"launches": 7, "token": 0.4, "bytes": 0.8}),
     "small-batch": (small_batch_cost, {"launches": 2, "round": 4, "chunk": 0.5, "x": 0.1,
                                        "down_step": 0.5, "first_bytes": 1, "active_bytes": 1}),
     "medium-batch": (medium_batch_cost, {

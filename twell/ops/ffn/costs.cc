@@ -48,12 +48,11 @@ struct GpuCosts {
     double first_bytes = 1.928;   // the first weight
     double active_bytes = 0.426;  // rows of the others, each read by itself
   } decode;
-  // A CTA per SM streams the rows of its neurons and leaves a part of y. Fitted to the shapes of
+  // Clusters stream the rows of their neurons and leave parts of y. Fitted to the shapes of
   // bench/results/2026-11-27-h200-row-stream.csv.
   struct {
-    double launches = 6.712;
-    double part = 2.969e-4;  // per token and column
-    double bytes = 0.8144;
+    double launches = 5.448, token = 0.3946;
+    double bytes = 0.8363;
   } stream;
   // A cluster of four CTAs reads its neurons in passes, in chunks of 64 columns per CTA.
   struct {
@@ -385,7 +384,7 @@ double decode_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity
 double row_stream(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const auto& costs = kCosts.stream;
-  return costs.launches + s.work(costs.part * s.m * s.d) +
+  return costs.launches + s.work(costs.token * s.m) +
          s.move(2.0 * s.d * s.f + active_rows(layer, s, grown_union(s, activity, s.m)),
                 costs.bytes);
 }

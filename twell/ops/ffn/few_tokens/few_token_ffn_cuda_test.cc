@@ -28,6 +28,7 @@ struct Case {
   int64_t tokens, width, ffn;
   int bias;  // of every neuron: sets how many fire
   bool gated = true;
+  bool up_relu = false;  // dReLU
 };
 
 int dot(const int8_t* a, const int8_t* b, int64_t n) {
@@ -69,7 +70,8 @@ struct Problem {
         ++nonzeros;
         float h = rounded(static_cast<float>(sum));
         if (spec.gated) {
-          h = rounded(h * static_cast<float>(dot(row, w_up.data() + n * spec.width, spec.width)));
+          const int up = dot(row, w_up.data() + n * spec.width, spec.width);
+          h = rounded(h * static_cast<float>(spec.up_relu ? std::max(up, 0) : up));
         }
         float* out = y.data() + m * spec.width;
         for (int64_t d = 0; d < spec.width; ++d) out[d] += h * static_cast<float>(down[d]);
@@ -80,18 +82,20 @@ struct Problem {
   }
 
   BatchFfnCuda problem(__nv_bfloat16* y) const {
-    return {spec.tokens,
-            spec.width,
-            spec.ffn,
-            device_x.data(),
-            spec.gated ? device_first.data() : nullptr,
-            spec.gated ? device_up.data() : device_first.data(),
-            device_down.data(),
-            y,
-            /*norm=*/nullptr,
-            /*eps=*/0.0f,
-            /*add=*/false,
-            activity.data()};
+    BatchFfnCuda out{spec.tokens,
+                     spec.width,
+                     spec.ffn,
+                     device_x.data(),
+                     spec.gated ? device_first.data() : nullptr,
+                     spec.gated ? device_up.data() : device_first.data(),
+                     device_down.data(),
+                     y,
+                     /*norm=*/nullptr,
+                     /*eps=*/0.0f,
+                     /*add=*/false,
+                     activity.data()};
+    out.up_relu = spec.up_relu;
+    return out;
   }
 
   std::vector<__nv_bfloat16> run(CudaContext& ctx, const CudaStream& stream,
@@ -181,11 +185,17 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"wide x 24", 24, 9224, 64, 0}, Case{"wide x 64", 64, 8200, 104, -60},
         Case{"wide x 5", 5, 8200, 104, -60}, Case{"wide x 8 two passes", 8, 2056, 7000, -70},
         Case{"wide x 3 everything fires", 3, 4104, 264, 127},
-        // Streams of one to four segments, the last of them short; CTAs with one neuron or two.
+        // Streams of clusters of one to four CTAs, the last one with fewer columns; a few neurons
+        // each.
         Case{"stream 8 x 4096", 8, 4096, 2120, -125}, Case{"stream 6 x 3080", 6, 3080, 4224, -60},
         Case{"stream 4 x 2056", 4, 2056, 264, 0}, Case{"stream 3 x 1000", 3, 1000, 2113 * 8, -30},
         Case{"stream 8 x 4088 all", 8, 4088, 4232, 127},
         Case{"stream 1 x 4096", 1, 4096, 5632, -80},
+        // Neurons whose gates are active, but h is 0 for every token.
+        Case{"drelu 1 x 4096", 1, 4096, 5632, -80, true, true},
+        Case{"drelu 2 x 2048 all", 2, 2048, 9000, 127, true, true},
+        Case{"drelu 8", 8, 520, 17000, -30, true, true},
+        Case{"drelu 40", 40, 320, 1000, -20, true, true},
         Case{"non gated 8 x 4096", 8, 4096, 2120, -100, false},
         Case{"non gated all 5", 5, 3000, 4232, 127, false},
         Case{"nothing fires 1", 1, 64, 264, -128}, Case{"nothing fires 50", 50, 64, 264, -128},

@@ -199,9 +199,9 @@ class Kernel {
       if (batch > 0) {
         // At the end, loads do not wait for sums.
         const bool more = loaded < gates;
-        if (more) finish_up(batch);
-        load_rows(kDown, 0, batch, p_.down);
-        if (!more) finish_up(batch);
+        const int rows = more ? finish_up(batch, p_.up_relu) : batch;
+        if (rows > 0) load_rows(kDown, 0, rows, p_.down);
+        if (!more) finish_up(batch, false);
         head_ = (head_ + batch) % kPending;
         pending_ -= batch;
       }
@@ -290,15 +290,15 @@ class Kernel {
     pending_ += __popc(rows);
     __syncwarp();
   }
-  // Writes h of the first pending neurons.
-  __device__ __forceinline__ void finish_up(int rows) {
+  // Writes h of the first pending neurons, and returns how many there are. With `leaves_out` those
+  // whose h is 0 for all tokens are left out: dReLU has some.
+  __device__ __forceinline__ int finish_up(int rows, bool leaves_out) {
     float4 up{1.0f, 1.0f, 1.0f, 1.0f};
     if (p_.up != nullptr) {
-      const auto batch = static_cast<int>(batches_);
-      up = exchanged_sum(kGateSlots + batch % kUpSlots, batch / kUpSlots);
+      up = exchanged_sum(kGateSlots + ups_ % kUpSlots, ups_ / kUpSlots);
+      ++ups_;
     }
-    barrier_wait(smem_address(&shared_.h_read), (batches_ & 1) ^ 1);
-    ++batches_;
+    barrier_wait(smem_address(&shared_.h_read), (downs_ & 1) ^ 1);
     const int row = lane_ / 2, token = lane_ % 2 * 4;
     const uint2 gates =
         *reinterpret_cast<const uint2*>(&shared_.gates[(head_ + row) % kPending][token]);
@@ -311,9 +311,23 @@ class Kernel {
       out.x = bf16x2(h(gates.x & 0xffff, up.x), h(gates.x >> 16, up.y));
       out.y = bf16x2(h(gates.y & 0xffff, up.z), h(gates.y >> 16, up.w));
     }
-    *reinterpret_cast<uint2*>(&shared_.h[row][token]) = out;
+    int to = row, left = rows;
+    if (leaves_out) {
+      const uint32_t fired = __ballot_sync(~0u, (out.x | out.y) != 0);
+      const uint32_t kept = (fired | fired >> 1) & 0x55555555u, mine = 1u << lane_ / 2 * 2;
+      const int neuron = shared_.neurons[(head_ + row) % kPending];
+      left = __popc(kept);
+      if (left == 0) return 0;
+      to = (kept & mine) != 0 ? __popc(kept & (mine - 1)) : kRows;
+      __syncwarp();
+      if (to < kRows && token == 0) shared_.neurons[(head_ + to) % kPending] = neuron;
+      if (row >= left) *reinterpret_cast<uint2*>(&shared_.h[row][token]) = uint2{};
+    }
+    if (to < kRows) *reinterpret_cast<uint2*>(&shared_.h[to][token]) = out;
+    ++downs_;
     __syncwarp();
     if (lane_ == 0) barrier_arrive(smem_address(&shared_.h_ready));
+    return left;
   }
 
   // --- The adder: adds up the warps' partial sums, in their order, for all CTAs of the cluster ---
@@ -517,7 +531,7 @@ class Kernel {
   // The producer alone uses the following.
   int begin_ = 0, end_ = 0;     // neurons
   int head_ = 0, pending_ = 0;  // first pending neuron, and how many there are
-  uint32_t batches_ = 0;        // whose h is written
+  int ups_ = 0, downs_ = 0;     // items whose sums are read, and whose h is written
   unsigned nnz_ = 0;            // that this lane has seen
 };
 
