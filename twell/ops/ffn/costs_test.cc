@@ -236,8 +236,8 @@ TEST(GpuFfnCosts, ChooseWellInSweepsOfWhatAutoRan) {
   };
   // The sweep that the costs are fitted to, a later one, and one on another GPU.
   for (const auto& [name, bounds] :
-       {Bounds{"h200_fitted", {2670, 2, 31, 0.95}}, Bounds{"h200_rules", {2700, 4, 31, 0.93}},
-        Bounds{"h100", {2760, 2, 30, 0.96}}}) {
+       {Bounds{"h200_fitted", {2590, 2, 31, 0.95}}, Bounds{"h200_rules", {2620, 4, 31, 0.93}},
+        Bounds{"h100", {2650, 2, 30, 0.96}}}) {
     SCOPED_TRACE(name);
     const Judged judged = judge(name);
     EXPECT_GE(judged.cases, bounds.cases);
