@@ -219,8 +219,8 @@ VARIANTS = {
     "phonelm": (LlamaConfig, LlamaForCausalLM, dict(
         hidden_act="relu", rope_parameters=rope("default")), torch.bfloat16, phonelm, None),
     "minicpm": (LlamaConfig, LlamaForCausalLM, dict(
-        hidden_act="relu", intermediate_size=40, num_hidden_layers=3, tie_word_embeddings=True,
-        rope_parameters=rope("default")), torch.bfloat16, minicpm, None),
+        hidden_act="relu", intermediate_size=40, num_hidden_layers=3, rms_norm_eps=0.01,
+        tie_word_embeddings=True, rope_parameters=rope("default")), torch.bfloat16, minicpm, None),
 }
 
 
