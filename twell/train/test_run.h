@@ -8,7 +8,6 @@
 #include <string>
 
 #include "twell/base/test_folder.h"
-#include "twell/chat_template/chat_template.h"
 #include "twell/data/chat_data.h"
 #include "twell/data/shard_writer.h"
 #include "twell/data/shards.h"

@@ -2,7 +2,6 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "twell/base/for_each.cuh"
-#include "twell/gpu/bf16_pair.cuh"
 #include "twell/ops/embedding/embedding_cuda.h"
 
 namespace twell {
@@ -21,9 +20,11 @@ struct CopyPiece {
     const int64_t row = int64_t{id};
     uint4 piece = reinterpret_cast<const uint4*>(p.table)[row * pieces + i % pieces];
     if (p.scale != 1.0f) {
-      for (uint32_t* word : {&piece.x, &piece.y, &piece.z, &piece.w}) {
-        const float2 v = gpu::to_floats(*word);
-        *word = gpu::bf16x2(p.scale * v.x, p.scale * v.y);
+      auto* const pairs = reinterpret_cast<__nv_bfloat162*>(&piece);
+#pragma unroll
+      for (int k = 0; k < kColumns / 2; ++k) {
+        const float2 v = __bfloat1622float2(pairs[k]);
+        pairs[k] = __floats2bfloat162_rn(p.scale * v.x, p.scale * v.y);
       }
     }
     reinterpret_cast<uint4*>(p.out)[i] = piece;
