@@ -247,14 +247,32 @@ route::Batch ForwardCuda::staged_batch(bool observed, bool one_kernel) const {
 void ForwardCuda::find_sparse_layers() {
   if (plans_revision_ == ffn_plans_.revision()) return;
   plans_revision_ = ffn_plans_.revision();
-  int64_t sparse = 0;
-  for (int64_t layer = 0; layer < config_.layers; ++layer) {
-    const GpuFfnCall call{.tokens = route::kSparseProbeTokens,
-                          .policy = ffn_plans_[layer].plan.policy};
-    const GpuFfnChoice choice = choose_gpu_ffn(ffn_layer_, call, ffn_plans_[layer].activity);
-    sparse += choice.execution->sparse;
+  // Whether it is true of most layers.
+  const auto most = [&](int64_t tokens, const auto& is) {
+    int64_t count = 0;
+    for (int64_t layer = 0; layer < config_.layers; ++layer) {
+      const FfnPlanCuda& of = ffn_plans_[layer];
+      const GpuFfnCall call{.tokens = tokens, .policy = of.plan.policy};
+      count += is(*choose_gpu_ffn(ffn_layer_, call, of.activity).execution, of.activity);
+    }
+    return 2 * count > config_.layers;
+  };
+  layers_.sparse =
+      most(route::kSparseProbeTokens,
+           [](const GpuFfnExecution& execution, const LayerActivity&) { return execution.sparse; });
+  layers_.stream_tokens = 0;
+  for (int64_t tokens = route::kMostStreamProbed; tokens >= 1; --tokens) {
+    const bool streams =
+        most(tokens, [&](const GpuFfnExecution& execution, const LayerActivity& activity) {
+          if (execution.name != "row-stream") return false;
+          const double rows = find_gpu_ffn("decode-rows")->cost(ffn_layer_, tokens, activity);
+          const bool screened =
+              tokens == 1 && route::gate_screen_pays(activity.nnz_per_token, config_.ffn);
+          return route::stream_pays(rows, execution.cost(ffn_layer_, tokens, activity), screened);
+        });
+    if (!streams) break;
+    layers_.stream_tokens = tokens;
   }
-  layers_.sparse = 2 * sparse > config_.layers;
 }
 
 route::LayersPath ForwardCuda::choose_path(bool observed, bool one_kernel) const {

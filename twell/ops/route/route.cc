@@ -16,6 +16,11 @@ int64_t one_kernel_pays(bool sparse) { return sparse ? 3 : 4; }
 // eight (2b); by single ops 35 and 41 (0.5b).
 constexpr int64_t kOneKernelInBytes = 4;
 
+// What few kernels take longer than one kernel in the rest of a layer. One sequence, 10% active: D
+// 2048 4,481 tokens/s by few and 5,172 by one, where streaming saves 0.8 us; D 4096 1,908 and 1,659
+// (9 us); two sequences, D 2048, 8,746 and 7,467 (4 us).
+constexpr double kFewKernelsMicros = 2.5;
+
 // From so many tokens on a norm is better a kernel of its own.
 constexpr int64_t kNormApart = 4;
 
@@ -57,11 +62,17 @@ LayersPath layers_path(const Layers& layers, const Batch& batch) {
                    layers.head_dim % 16 == 0 && !layers.qk_norm && !layers.o_bias;
   if (batch.most_new == 1 && !batch.repeats && batch.tokens <= layers.one_kernel_tokens &&
       !slides) {
-    const bool pays = layers.in_bytes ? batch.tokens <= kOneKernelInBytes
-                                      : batch.tokens <= one_kernel_pays(layers.sparse) || !few;
+    const bool streams = layers.stream_tokens > 0 && batch.tokens >= layers.stream_tokens;
+    const bool pays = layers.in_bytes
+                          ? batch.tokens <= kOneKernelInBytes
+                          : (batch.tokens <= one_kernel_pays(layers.sparse) && !streams) || !few;
     if (pays || batch.one_kernel) return LayersPath::kOneKernel;
   }
   return few ? LayersPath::kFewKernels : LayersPath::kSingleOps;
+}
+
+bool stream_pays(double decode_rows_us, double row_stream_us, bool screened) {
+  return !screened && decode_rows_us - row_stream_us > kFewKernelsMicros;
 }
 
 bool gate_screen_pays(double nnz_per_token, int64_t ffn) {

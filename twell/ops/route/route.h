@@ -30,7 +30,8 @@ struct Layers {
   int64_t norm_tokens = 0;        // most whose norms the products of a layer take along
   int64_t one_kernel_tokens = 0;  // most that one kernel of all layers takes; 0: none
   bool sparse = false;            // most layers decode a few sequences with a sparse execution
-  bool in_bytes = false;          // projections in e4m3, which few kernels per layer do not take
+  int64_t stream_tokens = 0;  // fewest that most layers stream rows for, see stream_pays; 0: none
+  bool in_bytes = false;      // projections in e4m3, which few kernels per layer do not take
 };
 
 struct Batch {
@@ -54,6 +55,12 @@ LayersPath layers_path(const Layers& layers, const Batch& batch);
 // The number of tokens for which a model counts as sparse (Layers::sparse): about where one kernel
 // and few kernels are equally fast.
 inline constexpr int64_t kSparseProbeTokens = 4;
+
+// Whether a layer of few kernels that streams rows (row-stream) is faster than one kernel of all
+// layers, which reads them as decode rows do. In microseconds; `screened`: one kernel would read
+// the gate through a screen.
+bool stream_pays(double decode_rows_us, double row_stream_us, bool screened);
+inline constexpr int64_t kMostStreamProbed = 3;  // tokens; more take few kernels anyway
 
 // Whether, in a layer of few kernels, a norm of its own and the products of batch_ops.h are faster
 // than those of layer_ops.h, which take the norm along. Asked where batch_ops.h takes the heads.

@@ -33,6 +33,12 @@ TEST(LayersPaths, Decoding) {
   sparse.sparse = true;
   EXPECT_EQ(layers_path(sparse, decode(3, 10)), LayersPath::kOneKernel);
   EXPECT_EQ(layers_path(sparse, decode(4, 10)), LayersPath::kFewKernels);
+  // Fewer where streams of rows are faster.
+  sparse.stream_tokens = 2;
+  EXPECT_EQ(layers_path(sparse, decode(1, 10)), LayersPath::kOneKernel);
+  EXPECT_EQ(layers_path(sparse, decode(2, 10)), LayersPath::kFewKernels);
+  sparse.norm_tokens = 1;  // which take at most one token here
+  EXPECT_EQ(layers_path(sparse, decode(2, 10)), LayersPath::kOneKernel);
   // No few kernels take projections in e4m3.
   Layers in_bytes = llama(8);
   in_bytes.in_bytes = true;
@@ -57,6 +63,14 @@ TEST(LayersPaths, Decoding) {
   // Several new tokens of one sequence.
   batch = {.tokens = 5, .cached = true, .most_new = 5, .most_keys = 5};
   EXPECT_EQ(layers_path(llama(8), batch), LayersPath::kFewKernels);
+}
+
+// As measured, D 4096 and 2048.
+TEST(LayersPaths, StreamsOfRows) {
+  EXPECT_TRUE(stream_pays(42.1, 33.1, false));
+  EXPECT_FALSE(stream_pays(42.1, 33.1, true));
+  EXPECT_FALSE(stream_pays(14.2, 13.4, false));
+  EXPECT_TRUE(stream_pays(18.3, 14.3, false));
 }
 
 // The kernel of all layers attends to all keys, also where a caller asks for it.
