@@ -13,12 +13,16 @@
 #include "cli/commands.h"
 #include "cli/text_layout.h"
 #include "twell/base/cpu_limit.h"
+#include "twell/base/error.h"
 #include "twell/ops/ffn/gpu_report.h"
 #include "twell/ops/ffn/registry.h"
 #ifdef TWELL_HAVE_CUDA
 #include <cuda_runtime_api.h>
 
+#include "twell/base/cuda.h"
 #include "twell/gpu/machine_code_cuda.h"
+#include "twell/gpu/measure_device_cuda.h"
+#include "twell/ops/ffn/ffn_cuda.h"
 #endif
 #ifdef __x86_64__
 #include <cpuid.h>
@@ -145,7 +149,33 @@ void print(const nlohmann::json& report) {
   }
 }
 
-int run_doctor(bool json, bool executions) {
+// Measures each GPU and says whether the costs of executions hold on it.
+int calibrate() {
+#ifdef TWELL_HAVE_CUDA
+  int count = 0;
+  TWELL_CUDA_CHECK(cudaGetDeviceCount(&count));
+  for (int i = 0; i < count; ++i) {
+    TWELL_CUDA_CHECK(cudaSetDevice(i));
+    const CudaStream stream;
+    const CudaContext ctx(stream.get());
+    DeviceFigures figures;
+    TWELL_CUDA_CHECK(measure_device_cuda(stream.get(), figures));
+    fmt::print("{}\n", ctx.device_name());
+    for (const std::string& line :
+         gpu_calibration_lines(gpu_device(ctx), {.bandwidth = figures.bandwidth,
+                                                .mma_flops = figures.mma_flops,
+                                                .launch_us = figures.launch_us})) {
+      fmt::print("  {}\n", wrapped(line, 2, 4, terminal_columns(stdout, 80)));
+    }
+  }
+  return kExitOk;
+#else
+  throw InputError("doctor --calibrate measures GPUs, and this build has no CUDA");
+#endif
+}
+
+int run_doctor(bool json, bool executions, bool calibrates) {
+  if (calibrates) return calibrate();
   if (executions) {
     fmt::print("{}", gpu_ffn_registry_table());
     return kExitOk;
@@ -164,11 +194,15 @@ int run_doctor(bool json, bool executions) {
 void add_doctor_command(Command& root) {
   auto json = std::make_shared<bool>(false);
   auto executions = std::make_shared<bool>(false);
+  auto calibrates = std::make_shared<bool>(false);
   Command& command = root.add("doctor", "What this machine offers and this build can use");
-  command.runs([json, executions] { return run_doctor(*json, *executions); });
+  command.runs(
+      [json, executions, calibrates] { return run_doctor(*json, *executions, *calibrates); });
   command.flag("--json", json.get(), "Print one JSON object");
   command.flag("--executions", executions.get(),
                "Print how GPUs run feed-forward layers, and what each execution takes");
+  command.flag("--calibrate", calibrates.get(),
+               "Measure the GPUs, and print whether the costs that choose executions hold on them");
 }
 
 }  // namespace twell::cli

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `twell doctor` says of a GPU: which machine code it runs, and which executions of
-// feed-forward layers that leaves. Plain text without CUDA headers.
+// What `twell doctor` says of a GPU: which machine code it runs, which executions of feed-forward
+// layers that leaves, and whether it is as fast as their costs take it for. Plain text without CUDA
+// headers.
 #pragma once
 
 #include <span>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "twell/base/gpu_code.h"
+#include "twell/ops/ffn/gpu_layer.h"
 
 namespace twell {
 
@@ -25,5 +27,15 @@ std::vector<std::string> gpu_executions(const GpuReport& report);
 std::vector<std::string> gpu_auto_executions(const GpuReport& report);
 // A line for each of these, and one where TwELL's tests have not run on such a GPU.
 std::vector<std::string> gpu_report_lines(const GpuReport& report);
+
+// What a GPU was measured to do.
+struct GpuFigures {
+  double bandwidth = 0.0;  // bytes of device memory read per microsecond
+  double mma_flops = 0.0;  // bf16 multiplications and additions of mma.sync per microsecond
+  double launch_us = 0.0;  // a kernel without work, behind others
+};
+// A line for each beside what costs follow from, and one that says whether they hold. `device` is
+// what the costs take the GPU for.
+std::vector<std::string> gpu_calibration_lines(const GpuDevice& device, const GpuFigures& measured);
 
 }  // namespace twell

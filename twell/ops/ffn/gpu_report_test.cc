@@ -52,5 +52,30 @@ TEST(GpuReport, OfAPortableBuild) {
   EXPECT_EQ(gpu_auto_executions(hopper), (Lines{"dense-gemms", "row-fused"}));
 }
 
+// Figures of no GPU: a memory of 2 TB/s and 100 SMs of 1,000 operations at 1.5 GHz.
+TEST(GpuReport, SaysWhetherCostsHold) {
+  const GpuDevice device{.compute_capability = 80,
+                         .multiprocessors = 100,
+                         .clock_ghz = 1.5,
+                         .bandwidth = 2e6,
+                         .mma_flops = 1000.0};
+  const GpuFigures good{.bandwidth = 1.8e6, .mma_flops = 1.35e8, .launch_us = 2.25};
+  EXPECT_EQ(gpu_calibration_lines(device, good),
+            (Lines{"device memory: 1800 GB/s read, costs take it for 2000 (0.90)",
+                   "tensor cores by mma.sync: 135 TFLOP/s in bf16, costs take them for 150 (0.90)",
+                   "launches: 2.2 us from kernel to kernel",
+                   "the costs of executions hold on this GPU"}));
+  const auto holds = [&](double bandwidth, double flops) {
+    const Lines lines = gpu_calibration_lines(
+        device, {.bandwidth = bandwidth, .mma_flops = flops, .launch_us = 2.0});
+    return lines.back() == "the costs of executions hold on this GPU";
+  };
+  EXPECT_TRUE(holds(1.61e6, 1.14e8));
+  EXPECT_FALSE(holds(1.59e6, 1.14e8));
+  EXPECT_FALSE(holds(1.61e6, 1.12e8));
+  EXPECT_FALSE(holds(2.3e6, 1.35e8));
+  EXPECT_FALSE(holds(1.8e6, 1.7e8));
+}
+
 }  // namespace
 }  // namespace twell
