@@ -67,7 +67,9 @@ int run_on_cpu(const CommonOptions& common, const BenchDecode& bench) {
     Context ctx(common.threads);
     std::unique_ptr<Model> model = synthetic_model(ctx, config, bench.subject.seed);
     synthetic = model.get();
-    engine = std::make_unique<EngineCpu>(std::move(model), common.threads);
+    auto cpu = std::make_unique<EngineCpu>(std::move(model), common.threads);
+    cpu->set_compute(parse_matmul_compute(common.compute));
+    engine = std::move(cpu);
   }
   const ModelView& model = *engine->host_model();
   Context ctx(common.threads);

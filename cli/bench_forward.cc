@@ -82,9 +82,11 @@ Subject trained(Context& ctx, const CommonOptions& common, const BenchForwardArg
           .description = fmt::format("checkpoint {}", common.checkpoint.string())};
 }
 
-void print_table(const ForwardComparison& result, const Subject& subject, int threads) {
-  print_paragraphs(fmt::format("{} on {} ({} threads), {} tokens a run", subject.description,
-                               cpu_name(), threads, result.tokens));
+void print_table(const ForwardComparison& result, const Subject& subject, int threads,
+                 const std::string& compute) {
+  print_paragraphs(fmt::format("{} on {} ({} threads{}), {} tokens a run", subject.description,
+                               cpu_name(), threads,
+                               compute == "f32" ? "" : ", --compute " + compute, result.tokens));
   if (subject.synthetic) fmt::print("synthetic: about one neuron in 200 fires, at random\n");
   const Table speeds({{.header = "", .width = 11, .left = true},
                       {.header = "dense tok/s"},
@@ -178,12 +180,15 @@ int run_bench_forward(const CommonOptions& common, BenchForwardArguments& argume
   TWELL_REQUIRE(arguments.preset.empty() || common.weights == "stored",
                 "--weights {} needs --checkpoint on the CPU", common.weights);
   Context ctx(common.threads);
+  use_compute(ctx, common);
   const Subject subject = arguments.preset.empty() ? trained(ctx, common, arguments)
                                                    : untrained(ctx, arguments, common.seed);
   const ForwardComparison result =
       compare_forward(ctx, *subject.model, subject.ids, arguments.comparison);
-  print_table(result, subject, ctx.threads());
-  append_jsonl(arguments.jsonl, to_json(result, subject, ctx.threads()));
+  print_table(result, subject, ctx.threads(), common.compute);
+  nlohmann::json row = to_json(result, subject, ctx.threads());
+  row["compute"] = common.compute;
+  append_jsonl(arguments.jsonl, row);
   return kExitOk;
 }
 

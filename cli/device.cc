@@ -76,9 +76,17 @@ int gpu_count() {
 bool use_cuda(const CommonOptions& common) {
   if (common.device == "cpu") return false;
   const std::string why = gpu_unavailable();
+  TWELL_REQUIRE(!why.empty() || common.compute == "f32",
+                "--compute {} is for the CPU, and a GPU computes in bf16 anyway: add --device cpu, "
+                "or leave --compute out",
+                common.compute);
   TWELL_REQUIRE(why.empty() || common.device == "auto",
                 "--device cuda: no GPU can be used here: {}; --device cpu works everywhere", why);
   return why.empty();
+}
+
+void use_compute(Context& ctx, const CommonOptions& common) {
+  set_matmul_compute(ctx, parse_matmul_compute(common.compute));
 }
 
 SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config,
@@ -114,11 +122,13 @@ std::unique_ptr<Engine> load_engine(const CommonOptions& common, const EnginePla
   TWELL_REQUIRE((!load.weights && !load.head_in_bytes) || host_model == nullptr,
                 "--weights {} and --head {} need a checkpoint that was not loaded already",
                 common.weights, common.head);
+  const MatmulCompute compute = parse_matmul_compute(common.compute);
   require_host_memory(common, load_config(common.checkpoint), plan);
-  if (host_model != nullptr) {
-    return std::make_unique<EngineCpu>(std::move(host_model), common.threads);
-  }
-  return std::make_unique<EngineCpu>(common.checkpoint, common.threads, load);
+  auto engine = host_model != nullptr
+                    ? std::make_unique<EngineCpu>(std::move(host_model), common.threads)
+                    : std::make_unique<EngineCpu>(common.checkpoint, common.threads, load);
+  engine->set_compute(compute);
+  return engine;
 }
 
 }  // namespace twell::cli

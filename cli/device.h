@@ -20,6 +20,9 @@ int gpu_count();
 // the reason when "cuda" was requested but no GPU is usable.
 bool use_cuda(const CommonOptions& common);
 
+// Makes a CPU's products those of --compute. InputError where it has none of bf16.
+void use_compute(Context& ctx, const CommonOptions& common);
+
 // The session with a cache of at most cache_bytes. 0: as much as its sequences need; on the CPU not
 // more than the memory that the weights leave, which the sequences then share.
 SessionOptions plan_cache(const CommonOptions& common, const ModelConfig& config,

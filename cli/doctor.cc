@@ -16,6 +16,7 @@
 #include "twell/base/error.h"
 #include "twell/ops/ffn/gpu_report.h"
 #include "twell/ops/ffn/registry.h"
+#include "twell/ops/matmul/compute.h"
 #ifdef TWELL_HAVE_CUDA
 #include <cuda_runtime_api.h>
 
@@ -40,7 +41,7 @@ std::vector<std::string> simd_targets() {
   return names;
 }
 
-// Instructions for products of bf16 and of signed bytes, of which this build uses none.
+// Instructions for products of bf16, which --compute bf16 uses, and of signed bytes.
 constexpr const char* kNarrow[] = {"avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16",
                                    "amx_int8"};
 
@@ -112,6 +113,7 @@ nlohmann::json examine() {
       {"memory_gib", static_cast<double>(memory.totalram) * gib},
       {"simd", simd_targets()},
       {"narrow_products", narrow_products()},
+      {"compute_bf16", has_bf16_products()},
       {"int8_weights", "few tokens in integers, more widened to f32, " + simd_targets().front()},
       {"onednn",
        fmt::format("{}.{}.{}", DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH)},
@@ -132,8 +134,9 @@ void print(const nlohmann::json& report) {
   for (const auto& [name, has] : report["narrow_products"].items()) {
     if (has.get<bool>()) narrow += (narrow.empty() ? "" : ", ") + name;
   }
-  fmt::print("bf16, int8   the processor has {}; this build uses none\n",
-             narrow.empty() ? "no products of them" : narrow);
+  fmt::print("bf16, int8   the processor has {}; --compute bf16 {}\n",
+             narrow.empty() ? "no products of them" : narrow,
+             report["compute_bf16"].get<bool>() ? "works" : "is refused");
   fmt::print("int8 weights {}\n", report["int8_weights"].get<std::string>());
   fmt::print("oneDNN       {}\n", report["onednn"].get<std::string>());
   const nlohmann::json& cuda = report["cuda"];

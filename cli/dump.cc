@@ -56,6 +56,7 @@ Dumped run_layer(const CommonOptions& common, const DumpArguments& arguments,
   use_cuda(common);  // throws for "cuda"
 #endif
   Context ctx(common.threads);
+  use_compute(ctx, common);
   const std::shared_ptr<const ModelView> model = map_model(ctx, common.checkpoint, load);
   return {dump_layer(ctx, *model, ids, arguments.layer, policy),
           fmt::format("CPU ({} threads)", ctx.threads())};

@@ -110,6 +110,11 @@ void add_weights_option(Command& command, CommonOptions& common) {
              "Output head: stored, as the checkpoint has it; 8bit, on the CPU, with projections in "
              "int8")
       .choices({"stored", "8bit"});
+  command
+      .value("--compute", &common.compute, "TYPE",
+             "CPU: type of the factors in products of more than 16 tokens, which are added in f32; "
+             "bf16 needs AVX512_BF16 or AMX")
+      .choices({"f32", "bf16"});
 }
 
 LoadOptions load_options(const CommonOptions& common) {

@@ -21,6 +21,7 @@ struct CommonOptions {
   bool allow_non_finite = false;   // accept NaN and infinity in the checkpoint
   std::string weights = "stored";  // "stored", "fp8" or "int8"
   std::string head = "stored";     // "stored" or "8bit"
+  std::string compute = "f32";     // "f32" or "bf16", of a CPU's products
   std::filesystem::path out;
   uint64_t seed = 0;
   int threads = 0;
@@ -50,8 +51,8 @@ Option& add_out_option(Command& command, CommonOptions& common, std::string help
 void add_speculate_option(Command& command, int64_t& speculate);
 // Guessed tokens that a session takes in a step: those of a few sequences.
 int64_t draft_tokens_of(int64_t speculate, int64_t slots);
-// Declares --weights and --head: the types in which the checkpoint's projections and its output
-// head are loaded.
+// Declares --weights and --head, the types in which the checkpoint's projections and its output
+// head are loaded, and --compute, that in which a CPU multiplies them.
 void add_weights_option(Command& command, CommonOptions& common);
 // How to load the checkpoint: --weights, --head and --allow-non-finite.
 LoadOptions load_options(const CommonOptions& common);

@@ -14,6 +14,7 @@
 #include "twell/infer/session.h"
 #include "twell/model/scorer.h"
 #include "twell/model/weights.h"
+#include "twell/ops/matmul/compute.h"
 
 namespace twell {
 
@@ -46,6 +47,9 @@ class EngineCpu : public Engine {
   // InputError on any fault of the checkpoint.
   EngineCpu(const std::filesystem::path& checkpoint, int threads, const LoadOptions& load = {});
   EngineCpu(std::unique_ptr<Model> model, int threads);
+
+  // For its sessions and scorers, those that exist too.
+  void set_compute(MatmulCompute compute) { set_matmul_compute(ctx_, compute); }
 
   const ModelConfig& config() const override { return model_->config; }
   std::string device() const override;

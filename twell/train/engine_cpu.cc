@@ -45,6 +45,7 @@ TrainEngineCpu::TrainEngineCpu(Context& ctx, Model& model, const TrainingData& d
               options.distill, teacher == nullptr ? "without a teacher" : "with a teacher");
   TWELL_REQUIRE(options.gradient_dtype == DType::kF32,
                 "the CPU adds gradients in f32; leave --gradient-dtype out");
+  set_matmul_compute(ctx, options.compute);
   if (teacher != nullptr) {
     TWELL_CHECK(teacher->config.vocab_size == model.config.vocab_size,
                 "a teacher of {} tokens for a model of {}", teacher->config.vocab_size,

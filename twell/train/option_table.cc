@@ -80,6 +80,11 @@ constexpr OptionRow kRun[] = {
      .values = "f32|bf16",
      .help = "GPU: type of gradients on their way between processes, where they are added in f32",
      .member = TWELL_MEMBER(gradient_dtype)},
+    {.name = "compute",
+     .values = "f32|bf16",
+     .help = "CPU: type of the factors in products, which are added in f32; bf16 needs AVX512_BF16 "
+             "or AMX",
+     .member = TWELL_MEMBER(compute)},
 };
 
 // A model's own checks (ModelConfig::validate) say what its sizes may be.

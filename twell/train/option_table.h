@@ -32,7 +32,8 @@ struct RunSettings {
   std::filesystem::path chat_data, chat_template;  // empty: text; the checkpoint's template
   TrainOptions train;  // in part: the names below, and the optional ones above, are not in it yet
   std::string schedule = "cosine", l1_reduction = "sum", ffn_policy = "auto", save_dtype = "f32",
-              recompute = "auto", optimizer = "adamw", moment_dtype = "f32", gradient_dtype = "f32";
+              recompute = "auto", optimizer = "adamw", moment_dtype = "f32", gradient_dtype = "f32",
+              compute = "f32";
 
   bool sets_model() const;  // whether an option of the model is set
 };

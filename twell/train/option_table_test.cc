@@ -108,6 +108,18 @@ TEST(Start, SettingsThatContradictEachOther) {
               HasSubstr("goes with --relufy"));
 }
 
+TEST(Start, ProductsInBf16NeedAProcessorThatHasThem) {
+  RunSettings settings;
+  set(settings, "compute", "bf16");
+  if (has_bf16_products()) {
+    EXPECT_EQ(requested_options(settings, requested_config(settings)).options.compute,
+              MatmulCompute::kBF16);
+  } else {
+    EXPECT_THAT(fault_of([&] { requested_options(settings, requested_config(settings)); }),
+                HasSubstr("AVX512_BF16 or AMX"));
+  }
+}
+
 TEST(Start, L1IsOffWhereNothingIsSparse) {
   RunSettings settings;
   set(settings, "activation", "silu");

@@ -218,6 +218,7 @@ std::string trajectory_text(const TrainOptions& options) {
   if (options.gradient_dtype != DType::kF32) {
     json["gradient-dtype"] = dtype_name(options.gradient_dtype);
   }
+  if (options.compute != MatmulCompute::kF32) json["compute"] = "bf16";
   if (options.moment_dtype != DType::kF32) json["moment-dtype"] = dtype_name(options.moment_dtype);
   return json.dump();
 }

@@ -13,6 +13,7 @@
 #include "twell/model/config.h"
 #include "twell/model/training.h"
 #include "twell/ops/ffn_train/ffn_train.h"
+#include "twell/ops/matmul/compute.h"
 
 namespace twell {
 
@@ -83,6 +84,8 @@ struct TrainOptions {
   double reinit_std = 0.02;
   FfnTrainPolicy ffn_policy = FfnTrainPolicy::kAuto;
 
+  // CPU only: how it multiplies.
+  MatmulCompute compute = MatmulCompute::kF32;
   // The type of AdamW's moments; bf16 is rounded stochastically (moment_rounding.h); a CPU keeps
   // the rounded values in f32.
   DType moment_dtype = DType::kF32;

@@ -131,6 +131,7 @@ TEST(Options, TheTrajectoryHasEveryOptionThatDecidesWeights) {
       {{}, [](auto& o) { o.ffn_policy = FfnTrainPolicy::kDense; }},
       {{}, [](auto& o) { o.moment_dtype = DType::kBF16; }},
       {{}, [](auto& o) { o.gradient_dtype = DType::kBF16; }},
+      {{}, [](auto& o) { o.compute = MatmulCompute::kBF16; }},
       {{}, [](auto& o) { o.seed += 1; }}};
   for (const auto& [base, change] : cases) {
     EXPECT_TRUE(changed(base, change)) << &base - &cases[0].first;

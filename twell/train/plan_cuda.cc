@@ -22,6 +22,9 @@ FfnTrainShapeCuda ffn_shape(const ModelConfig& config, const TrainOptions& optio
 }  // namespace
 
 std::string cuda_run_unsupported(const ModelConfig& config, const TrainOptions& options) {
+  if (options.compute != MatmulCompute::kF32) {
+    return "--compute is for the CPU, a GPU multiplies bf16 anyway";
+  }
   return cuda_training_unsupported(config, options.sequence_length);
 }
 

@@ -173,6 +173,7 @@ RequestedOptions requested_options(const RunSettings& settings, const ModelConfi
   options.ffn_policy = parse_ffn_train_policy(settings.ffn_policy);
   options.save_dtype = dtype_of(settings.save_dtype);
   options.optimizer = parse_optimizer(settings.optimizer);
+  options.compute = parse_matmul_compute(settings.compute);
   options.moment_dtype = dtype_of(settings.moment_dtype);
   options.gradient_dtype = dtype_of(settings.gradient_dtype);
   options.recompute = parse_recompute(settings.recompute);

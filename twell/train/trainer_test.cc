@@ -254,6 +254,20 @@ TEST_F(TrainerTest, ResumeRefusesOtherOptionsAndOtherData) {
   EXPECT_THAT(refusal(longer, "data"), HasSubstr("state.json"));
 }
 
+// The engine makes the context's products those of its options, f32 again too.
+TEST_F(TrainerTest, ProductsOfRoundedFactorsTrainNearlyAlike) {
+  TrainOptions options = micro_options(12);
+  const auto exact = run(out("f32"), options);
+  const double loss = summary_.last.ce;
+  options.compute = MatmulCompute::kRoundedF32;
+  const auto rounded = run(out("rounded"), options);
+  EXPECT_NEAR(summary_.last.ce, loss, 0.01 * loss);
+  EXPECT_NE(std::memcmp(exact->flat.data(), rounded->flat.data(), exact->flat.span().size_bytes()),
+            0);
+  options.compute = MatmulCompute::kF32;
+  expect_same(*exact, *run(out("again"), options));
+}
+
 TEST_F(TrainerTest, CountsNeuronsThatNoTokenActivated) {
   const auto model = fresh_model();
   const auto weights = model_matrices<float>(model->config, model->flat.data());

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <bit>
 #include <compare>
 #include <csignal>
 #include <map>
@@ -12,6 +13,7 @@
 
 #include "twell/base/error.h"
 #include "twell/ops/matmul/byte_products.h"
+#include "twell/ops/matmul/compute.h"
 #include "twell/ops/matmul/matmul.h"
 #include "twell/ops/matmul/row_products.h"
 
@@ -22,25 +24,28 @@ namespace {
 // to 0.9 (16 rows) of oneDNN's time (decode rows of matmul_bench). Beyond it oneDNN wins.
 constexpr int64_t kFewRows = 16;
 
-// f32 bytes of a block of B that is widened for oneDNN: large enough for efficient products, small
-// enough for the last-level cache and to add next to nothing to a model's memory.
-constexpr int64_t kWidenedBytes = int64_t{4} << 20;
+// Bytes of a block of B that is widened or rounded for oneDNN: large enough for efficient products,
+// small enough for the last-level cache and to add next to nothing to a model's memory.
+constexpr int64_t kBlockBytes = int64_t{4} << 20;
 
 struct Shape {
   int64_t m, n, k;
   int64_t a_stride, b_stride, c_stride;
   bool trans_a, trans_b;
   float beta;
+  bool bf16;     // A and B; C is f32
   int64_t part;  // parts that run at the same time need separate primitives
 
   auto operator<=>(const Shape&) const = default;
 };
 
 // Row-major [rows, cols], or its transpose stored as [cols, rows].
-dnnl::memory::desc describe(int64_t rows, int64_t cols, int64_t stride, bool transposed) {
+dnnl::memory::desc describe(int64_t rows, int64_t cols, int64_t stride, bool transposed,
+                            bool bf16) {
   const dnnl::memory::dims strides =
       transposed ? dnnl::memory::dims{1, stride} : dnnl::memory::dims{stride, 1};
-  return {{rows, cols}, dnnl::memory::data_type::f32, strides};
+  using Type = dnnl::memory::data_type;
+  return {{rows, cols}, bf16 ? Type::bf16 : Type::f32, strides};
 }
 
 struct Primitive {
@@ -70,9 +75,9 @@ struct Primitive {
       post.append_sum(s.beta);
       attr.set_post_ops(post);
     }
-    const dnnl::memory::desc a_desc = describe(s.m, s.k, s.a_stride, s.trans_a);
-    const dnnl::memory::desc b_desc = describe(s.k, s.n, s.b_stride, s.trans_b);
-    const dnnl::memory::desc c_desc = describe(s.m, s.n, s.c_stride, false);
+    const dnnl::memory::desc a_desc = describe(s.m, s.k, s.a_stride, s.trans_a, s.bf16);
+    const dnnl::memory::desc b_desc = describe(s.k, s.n, s.b_stride, s.trans_b, s.bf16);
+    const dnnl::memory::desc c_desc = describe(s.m, s.n, s.c_stride, false, false);
 #if DNNL_VERSION_MAJOR >= 3
     return {engine, a_desc, b_desc, c_desc, attr};
 #else
@@ -168,8 +173,8 @@ void scale(MatrixF c, float beta) {
 
 struct Part {
   Primitive* primitive;
-  const float* a;
-  const float* b;
+  const std::byte* a;
+  const std::byte* b;
   MatrixF c;
   MatrixF block;  // c itself, or memory without gaps for it
   std::byte* scratchpad;
@@ -178,8 +183,8 @@ struct Part {
 void run(const Part& part, float beta) {
   const OneThread team;
   Primitive& p = *part.primitive;
-  p.a.set_data_handle(const_cast<float*>(part.a));
-  p.b.set_data_handle(const_cast<float*>(part.b));
+  p.a.set_data_handle(const_cast<std::byte*>(part.a));
+  p.b.set_data_handle(const_cast<std::byte*>(part.b));
   p.c.set_data_handle(part.block.data);
   p.scratchpad.set_data_handle(part.scratchpad);
   p.matmul.execute(p.stream, {{DNNL_ARG_SRC, p.a},
@@ -196,10 +201,16 @@ void run(const Part& part, float beta) {
   }
 }
 
-// B is f32.
-void run_onednn(Context& ctx, const Matmul& problem, int64_t k) {
-  const auto& [a, b_stored, c, trans_a, trans_b, beta] = problem;
-  const ConstMatrixF b = b_stored.f32();
+// A product that oneDNN computes: A and B are both f32 or both bf16.
+struct Gemm {
+  WeightMatrix a, b;
+  MatrixF c;
+  bool trans_a, trans_b;
+  float beta;
+};
+
+void run_onednn(Context& ctx, const Gemm& gemm, int64_t k) {
+  const auto& [a, b, c, trans_a, trans_b, beta] = gemm;
   const Grid grid = split(c.rows, c.cols, k, ctx.threads());
   try {
     auto& cache = ctx.service<PrimitiveCache>();
@@ -214,19 +225,20 @@ void run_onednn(Context& ctx, const Matmul& problem, int64_t k) {
       const MatrixF out(c.row(row) + col, rows, cols, c.stride);
       const MatrixF block = grid.cols == 1 ? out : scope.matrix<float>(rows, cols);
       const OneThread team;
-      Primitive& primitive = cache.get({rows, cols, k, a.stride, b.stride, block.stride, trans_a,
-                                        trans_b, grid.cols == 1 ? beta : 0.0f, i});
+      Primitive& primitive =
+          cache.get({rows, cols, k, a.stride, b.stride, block.stride, trans_a, trans_b,
+                     grid.cols == 1 ? beta : 0.0f, a.dtype == DType::kBF16, i});
       parts.push_back(
           {.primitive = &primitive,
-           .a = a.data + row * (trans_a ? 1 : a.stride),
-           .b = b.data + col * (trans_b ? b.stride : 1),
+           .a = trans_a ? a.at(0, row) : a.at(row),
+           .b = trans_b ? b.at(col) : b.at(0, col),
            .c = out,
            .block = block,
            .scratchpad = scope.alloc<std::byte>(static_cast<int64_t>(primitive.scratchpad_bytes))});
     }
     const SignalsBlocked signals;  // the caller computes too
     ctx.parallel_for(std::ssize(parts), 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = begin; i < end; ++i) run(parts[static_cast<size_t>(i)], problem.beta);
+      for (int64_t i = begin; i < end; ++i) run(parts[static_cast<size_t>(i)], gemm.beta);
     });
   } catch (const dnnl::error& error) {
     TWELL_CHECK(false, "oneDNN matmul [{}, {}] x [{}, {}] failed: {}", c.rows, k, k, c.cols,
@@ -234,33 +246,88 @@ void run_onednn(Context& ctx, const Matmul& problem, int64_t k) {
   }
 }
 
-// Widens B block by block, each for some columns of C, so that every value of C is one oneDNN
-// product over all of K, as it is with an f32 B.
-void run_widened(Context& ctx, const Matmul& problem, int64_t k) {
-  const auto& [a, b, c, trans_a, trans_b, beta] = problem;
-  const int64_t fits = kWidenedBytes / (k * int64_t{sizeof(float)}) / 64 * 64;
+// to_bf16 without a branch, so that compilers vectorise loops of it.
+uint16_t bf16_bits(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const uint32_t nan = bits >> 16 | 0x40u;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+void round_to_bf16(const float* values, int64_t count, BF16* out) {
+  for (int64_t i = 0; i < count; ++i) out[i].bits = bf16_bits(values[i]);
+}
+void round_in_f32(const float* values, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = to_float(BF16{bf16_bits(values[i])});
+}
+
+// Some of B's values, in the type that they are multiplied in.
+void convert(const std::byte* values, DType dtype, int64_t count, MatmulCompute compute,
+             std::byte* out) {
+  float* const floats = reinterpret_cast<float*>(out);
+  if (compute != MatmulCompute::kBF16) {
+    widen(values, dtype, count, floats);
+    if (compute == MatmulCompute::kRoundedF32) round_in_f32(floats, count, floats);
+    return;
+  }
+  constexpr int64_t kPiece = 256;
+  float widened[kPiece];
+  for (int64_t i = 0; i < count; i += kPiece) {
+    const int64_t piece = std::min(kPiece, count - i);
+    const int64_t bytes = static_cast<int64_t>(dtype_size(dtype));
+    widen(values + i * bytes, dtype, piece, widened);
+    round_to_bf16(widened, piece, reinterpret_cast<BF16*>(out) + i);
+  }
+}
+
+// A in the type that it is multiplied in, in memory of the scope where that is not f32.
+WeightMatrix left_operand(Context& ctx, Arena::Scope& scope, ConstMatrixF a,
+                          MatmulCompute compute) {
+  if (compute == MatmulCompute::kF32) return a;
+  const bool bf16 = compute == MatmulCompute::kBF16;
+  const int64_t bytes = bf16 ? 2 : 4;
+  std::byte* const memory = scope.alloc<std::byte>(a.rows * a.cols * bytes);
+  ctx.parallel_for(a.rows, 16, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      std::byte* const out = memory + row * a.cols * bytes;
+      bf16 ? round_to_bf16(a.row(row), a.cols, reinterpret_cast<BF16*>(out))
+           : round_in_f32(a.row(row), a.cols, reinterpret_cast<float*>(out));
+    }
+  });
+  return {memory, bf16 ? DType::kBF16 : DType::kF32, a.rows, a.cols};
+}
+
+// Converts B block by block, each for some columns of C, so that every value of C is one oneDNN
+// product over all of K, as it is with a B that is multiplied as it is stored.
+void run_converted(Context& ctx, const Gemm& gemm, int64_t k, MatmulCompute compute) {
+  const auto& [a, b, c, trans_a, trans_b, beta] = gemm;
+  const int64_t bytes = a.value_bytes();
+  const int64_t fits = kBlockBytes / (k * bytes) / 64 * 64;
   const int64_t step = std::min(std::max<int64_t>(fits, 64), c.cols);
   Arena::Scope scope(ctx.scratch());
-  float* const memory = scope.alloc<float>(step * k);
+  std::byte* const memory = scope.alloc<std::byte>(step * k * bytes);
   for (int64_t begin = 0; begin < c.cols; begin += step) {
     const int64_t count = std::min(step, c.cols - begin);
-    const MatrixF block(memory, trans_b ? count : k, trans_b ? k : count);
-    ctx.parallel_for(block.rows, 16,
-                     [&, &stored = b, transposed = trans_b](int64_t first, int64_t last, int) {
-                       for (int64_t row = first; row < last; ++row) {
-                         widen(transposed ? stored.at(begin + row) : stored.at(row, begin),
-                               stored.dtype, block.cols, block.row(row));
-                       }
-                     });
-    run_onednn(ctx,
-               {.a = a,
-                .b = block,
-                .c = {c.data + begin, c.rows, count, c.stride},
-                .trans_a = trans_a,
-                .trans_b = trans_b,
-                .beta = beta},
+    const WeightMatrix block(memory, a.dtype, trans_b ? count : k, trans_b ? k : count);
+    ctx.parallel_for(
+        block.rows, 16, [&, &stored = b, transposed = trans_b](int64_t first, int64_t last, int) {
+          for (int64_t row = first; row < last; ++row) {
+            convert(transposed ? stored.at(begin + row) : stored.at(row, begin), stored.dtype,
+                    block.cols, compute, memory + row * block.cols * bytes);
+          }
+        });
+    run_onednn(ctx, {a, block, {c.data + begin, c.rows, count, c.stride}, trans_a, trans_b, beta},
                k);
   }
+}
+
+void run_gemm(Context& ctx, const Matmul& problem, int64_t k) {
+  const MatmulCompute compute = matmul_compute(ctx);
+  const auto& [a, b, c, trans_a, trans_b, beta] = problem;
+  Arena::Scope scope(ctx.scratch());
+  const Gemm gemm{left_operand(ctx, scope, a, compute), b, c, trans_a, trans_b, beta};
+  const bool as_stored = b.dtype == gemm.a.dtype && compute != MatmulCompute::kRoundedF32;
+  as_stored ? run_onednn(ctx, gemm, k) : run_converted(ctx, gemm, k, compute);
 }
 
 // Multiplies the columns of C by the scales of B.
@@ -281,10 +348,36 @@ void multiply(Context& ctx, const Matmul& problem, int64_t k) {
     if (bytes) return trans_b ? byte_row_products(ctx, a, b, c) : byte_row_sums(ctx, a, b, c);
     return trans_b ? row_products(ctx, a, b, c, beta) : row_sums(ctx, a, b, c, beta);
   }
-  b.dtype == DType::kF32 ? run_onednn(ctx, problem, k) : run_widened(ctx, problem, k);
+  run_gemm(ctx, problem, k);
 }
 
+struct ComputeOfContext {
+  MatmulCompute compute = MatmulCompute::kF32;
+};
+
 }  // namespace
+
+MatmulCompute parse_matmul_compute(std::string_view name) {
+  if (name == "f32") return MatmulCompute::kF32;
+  TWELL_REQUIRE(name == "bf16", "unknown type of products '{}': f32 or bf16", name);
+  TWELL_REQUIRE(has_bf16_products(),
+                "this processor has no products of bf16 (AVX512_BF16 or AMX), and emulated ones "
+                "would be slower than f32: leave --compute out");
+  return MatmulCompute::kBF16;
+}
+
+bool has_bf16_products() {
+  // The sets are masks that include those of their predecessors; AMX includes AVX512_BF16. An
+  // environment that limits oneDNN (ONEDNN_MAX_CPU_ISA) counts.
+  const auto has = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
+  const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
+  return (has & needed) == needed;
+}
+
+void set_matmul_compute(Context& ctx, MatmulCompute compute) {
+  ctx.service<ComputeOfContext>().compute = compute;
+}
+MatmulCompute matmul_compute(Context& ctx) { return ctx.service<ComputeOfContext>().compute; }
 
 void matmul(Context& ctx, const Matmul& problem) {
   const auto& [a, b, c, trans_a, trans_b, beta] = problem;

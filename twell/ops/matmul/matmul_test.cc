@@ -12,6 +12,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/test_matrix.h"
+#include "twell/ops/matmul/compute.h"
 
 namespace twell {
 namespace {
@@ -189,6 +190,123 @@ TEST(Matmul, SignedBytesGiveTheProductOfTheirScaledValues) {
       stored.scales = nullptr;
       EXPECT_THROW(matmul(ctx, {a.view(), stored, got.view(), false, trans_b, 0.0f}), Error);
     }
+  }
+}
+
+// What this processor can compute of a product of rounded factors.
+std::vector<MatmulCompute> rounded_computes() {
+  std::vector<MatmulCompute> computes = {MatmulCompute::kRoundedF32};
+  if (has_bf16_products()) computes.push_back(MatmulCompute::kBF16);
+  return computes;
+}
+
+void round_values(TestMatrix& matrix) {
+  for (int64_t i = 0; i < matrix.rows() * matrix.cols(); ++i) {
+    float& value = matrix(i / matrix.cols(), i % matrix.cols());
+    value = to_float(to_bf16(value));
+  }
+}
+
+// The last shape takes several blocks of B, and so much time that it is not taken in all ways.
+TEST(Matmul, Bf16ProductsAreThoseOfRoundedFactors) {
+  struct Shape {
+    int64_t m, n, k;
+  };
+  for (const auto& [m, n, k] : {Shape{17, 1, 33}, {33, 65, 1}, {127, 129, 65}, {17, 400, 5000}}) {
+    for (const int transposes : {0, 1, 2, 3}) {
+      const bool trans_a = (transposes & 1) != 0, trans_b = (transposes & 2) != 0;
+      for (const float beta : {0.0f, 1.0f}) {
+        if (k == 5000 && (trans_a || (beta == 0.0f) == trans_b)) continue;
+        const auto a = TestMatrix::random(trans_a ? k : m, trans_a ? m : k, 1, 3),
+                   b = TestMatrix::random(trans_b ? n : k, trans_b ? k : n, 2, 3),
+                   before = TestMatrix::random(m, n, 3, 5);
+        TestMatrix rounded_a = a, rounded_b = b;
+        round_values(rounded_a);
+        round_values(rounded_b);
+        std::vector<BF16> stored;
+        for (int64_t i = 0; i < b.rows() * b.cols(); ++i) {
+          stored.push_back(to_bf16(b(i / b.cols(), i % b.cols())));
+        }
+        for (const MatmulCompute compute : rounded_computes()) {
+          SCOPED_TRACE(::testing::Message()
+                       << m << " x " << n << " x " << k << " trans " << trans_a << trans_b
+                       << " beta " << beta << " compute " << static_cast<int>(compute));
+          Context ctx(2);
+          set_matmul_compute(ctx, compute);
+          TestMatrix got = before, of_stored = before;
+          matmul(ctx, {a.view(), b.view(), got.view(), trans_a, trans_b, beta});
+          const WeightMatrix view(stored.data(), DType::kBF16, b.rows(), b.cols());
+          matmul(ctx, {a.view(), view, of_stored.view(), trans_a, trans_b, beta});
+          const Case c{m, n, k, trans_a, trans_b, beta, 5};
+          expect_product(c, rounded_a, rounded_b, before, got);
+          expect_product(c, rounded_a, rounded_b, before, of_stored);
+          EXPECT_TRUE(got.gaps_untouched());
+        }
+      }
+    }
+  }
+}
+
+TEST(Matmul, Bf16ProductsRoundTheActivationsOfSignedBytesAlone) {
+  const int64_t m = 20, n = 70, k = 96;
+  std::vector<int8_t> bytes(static_cast<size_t>(n * k));
+  const std::vector<float> scales(static_cast<size_t>(n), 0.25f);
+  TestMatrix b(n, k), a = TestMatrix::random(m, k, 1);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = static_cast<int8_t>(static_cast<int>(i * 7919 % 255) - 127);
+    b.data()[i] = 0.25f * static_cast<float>(bytes[i]);
+  }
+  WeightMatrix stored(bytes.data(), DType::kI8, n, k);
+  stored.scales = scales.data();
+  for (const MatmulCompute compute : rounded_computes()) {
+    Context ctx(2);
+    set_matmul_compute(ctx, compute);
+    TestMatrix got(m, n);
+    matmul(ctx, {a.view(), stored, got.view(), false, true, 0.0f});
+    TestMatrix rounded = a;
+    round_values(rounded);
+    expect_product({m, n, k, false, true, 0.0f, 0}, rounded, b, got, got);
+  }
+}
+
+TEST(Matmul, OnlyManyRowsAreRoundedToBf16) {
+  const auto b = TestMatrix::random(40, 30, 2);
+  for (const int64_t m : {1, 16, 17}) {
+    const auto a = TestMatrix::random(m, 30, 1);
+    Context exact(1), rounded(1);
+    set_matmul_compute(rounded, MatmulCompute::kRoundedF32);
+    TestMatrix want(m, 40), got(m, 40);
+    matmul(exact, {a.view(), b.view(), want.view(), false, true, 0.0f});
+    matmul(rounded, {a.view(), b.view(), got.view(), false, true, 0.0f});
+    EXPECT_EQ(got.same_bits(want), m <= 16) << m;
+  }
+}
+
+TEST(Matmul, ValuesThatAreNotFiniteStaySoInBf16) {
+  for (const MatmulCompute compute : rounded_computes()) {
+    for (const float bad : {kNan, INFINITY}) {
+      Context ctx(1);
+      set_matmul_compute(ctx, compute);
+      auto a = TestMatrix::random(20, 32, 1);
+      const auto b = TestMatrix::random(32, 8, 2);
+      a(3, 5) = bad;
+      TestMatrix got(20, 8);
+      matmul(ctx, {a.view(), b.view(), got.view()});
+      for (int64_t col = 0; col < 8; ++col) {
+        EXPECT_FALSE(std::isfinite(got(3, col)));
+        EXPECT_TRUE(std::isfinite(got(4, col)));
+      }
+    }
+  }
+}
+
+TEST(Matmul, Bf16ProductsAreRefusedWhereTheProcessorHasNone) {
+  EXPECT_EQ(parse_matmul_compute("f32"), MatmulCompute::kF32);
+  EXPECT_THROW(parse_matmul_compute("fp8"), InputError);
+  if (has_bf16_products()) {
+    EXPECT_EQ(parse_matmul_compute("bf16"), MatmulCompute::kBF16);
+  } else {
+    EXPECT_THROW(parse_matmul_compute("bf16"), InputError);
   }
 }
 
