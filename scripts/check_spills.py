@@ -52,8 +52,6 @@ ALLOWED = {
                                  "at 255 registers, in the instance for the widest rows alone"),
     "rotate_warp_kernel": ({"sm_80": 56, "sm_90": 0},
                            "at 128 registers, in the instance for the widest gates, which runs once"),
-    "row_stream_sm90_kernel": ({"sm_90a": 8},
-                               "at 96 registers, in the instance for the widest rows alone"),
     "squares_kernel": ({"sm_80": 16, "sm_90": 16},
                        "an array: the last, partial vector is filled value by value"),
 }
