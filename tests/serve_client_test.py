@@ -118,6 +118,21 @@ class ServeTest(unittest.TestCase):
         self.assertEqual(texts, [c.text for c in answer.choices])
         self.assertEqual(ends, [c.finish_reason for c in answer.choices])
 
+    def test_seeds_are_not_answered_from_the_cache(self):
+        """What another request left in the cache may differ in rounding, so a seed's text would depend on it."""
+        prompt = "The cork of a bottle floats on the river, " * 3
+        cached = []
+        for options in ({}, {}, {"seed": 5}, {"seed": 5}):
+            for path, body in (("/v1/completions", {"prompt": prompt}),
+                               ("/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]})):
+                status, answer = self.post(path, {**body, **options, "max_tokens": 2})
+                self.assertEqual(status, 200)
+                usage = answer["usage"]
+                self.assertGreater(usage["prompt_tokens"], 64)  # more than a block
+                cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        self.assertEqual([n > 0 for n in cached[2:4]], [True, True])
+        self.assertEqual(cached[4:], [0] * 4)
+
     def test_token_ids_as_prompts(self):
         ids = self.post("/tokenize", {"prompt": "A river"})[1]["tokens"]
         by_text, by_ids, by_list = (self.post("/v1/completions", {
