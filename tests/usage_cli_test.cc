@@ -293,6 +293,7 @@ TEST_F(UsageCliTest, WrongFlagsArePlainlyNamed) {
   expect_refused({"train", "--dry-run", "--steps", "1.5"}, "--steps must be a whole number");
   expect_refused({"train", "--dry-run", "--steps", "9e99"}, "--steps 9e99 is too large");
   expect_refused({"train", "--dry-run", "--lr", "1e999"}, "--lr must be a number");
+  expect_refused({"train", "--dry-run", "--lr", "0"}, "--lr must be above 0 and at most 10");
   expect_refused({"train", "--dry-run", "--threads", "9999"}, "--threads must be 0 to 4096");
   expect_refused({"train", "--dry-run", "--max-data-bytes", "-1"}, "must be at least 0, got -1");
   expect_refused({"train", "--dry-run", "--width", "0"}, "--width must be");

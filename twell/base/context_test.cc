@@ -6,6 +6,8 @@
 #include <atomic>
 #include <numeric>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "twell/base/cpu_limit.h"
 #include "twell/base/error.h"
@@ -65,6 +67,32 @@ TEST(ParallelFor, ExceptionsArriveAtTheCaller) {
     int64_t sum = 0;
     ctx.parallel_for(10, 10, [&](int64_t begin, int64_t end, int) { sum += end - begin; });
     EXPECT_EQ(sum, 10) << "the context is still of use";
+  }
+}
+
+// Whichever thread is faster: all parts throw, and the first one's exception arrives, from threads
+// and from the loop of parts within a part.
+TEST(ParallelFor, OfSeveralExceptionsTheFirstPartsArrives) {
+  const auto fault = [](int64_t begin, int64_t, int) {
+    throw std::runtime_error("from " + std::to_string(begin));
+  };
+  const auto message = [&](Context& ctx) -> std::string {
+    try {
+      ctx.parallel_for(30, 1, fault);
+    } catch (const std::runtime_error& error) {
+      return error.what();
+    }
+    return "none";
+  };
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    Context outer(2), inner(3);
+    EXPECT_EQ(message(inner), "from 0");
+    std::vector<std::string> nested(2);
+    outer.parallel_for(2, 1, [&](int64_t begin, int64_t, int) {
+      Context own(3);
+      nested[static_cast<size_t>(begin)] = message(own);
+    });
+    EXPECT_EQ(nested, std::vector<std::string>(2, "from 0"));
   }
 }
 

@@ -286,6 +286,14 @@ TEST(ChatTemplate, ArithmeticAtTheEndsOfTheIntegers) {
   EXPECT_THAT(render("{{ 1e300 | int }}"), HasSubstr("too large"));
 }
 
+// As Python has it: halves go to the even neighbour, and 0 keeps its sign.
+TEST(ChatTemplate, RoundsAndDividesAsPythonDoes) {
+  EXPECT_EQ(render("{{ 25.0 | round(-1) }} {{ 35.0 | round(-1) }} {{ -25.0 | round(-1) }}"),
+            "20.0 40.0 -20.0");
+  EXPECT_EQ(render("{{ 0.0 // -1 }} {{ -0.0 // 1 }} {{ 0.5 // 1 }} {{ -0.5 // 1 }}"),
+            "-0.0 -0.0 0.0 -1.0");
+}
+
 // Work that grows with the square of the input would take minutes here.
 TEST(ChatTemplate, LongInputsTakeLinearTime) {
   std::string keys = "[{";

@@ -176,6 +176,17 @@ class SafetensorsFileTest : public ::testing::Test {
   const fs::path folder_ = temp_.path(), path_ = folder_ / "t.safetensors";
 };
 
+// So that mapped values can be used where they are, however long the names are.
+TEST_F(SafetensorsFileTest, ValuesBeginAtAMultipleOf64Bytes) {
+  for (size_t length = 0; length < 64; ++length) {
+    write({{"note", std::string(length, 'n')}});
+    const SafetensorsFile file(path_);
+    const std::string text = read_file(path_);
+    EXPECT_EQ((text.size() - 7) % 64, 0u) << length;  // behind them: seven bytes of values
+    EXPECT_EQ(file.metadata().at("note").size(), length);
+  }
+}
+
 TEST_F(SafetensorsFileTest, WritesWhatItReads) {
   write();
   const SafetensorsFile file(path_);

@@ -329,6 +329,20 @@ TEST_F(GrammarTest, TheCacheIsBounded) {
   }
 }
 
+// The one that is used again and again is kept, though it is the oldest.
+TEST_F(GrammarTest, TheCacheKeepsWhatIsUsed) {
+  const auto text = [](int i) {
+    return GrammarText{GrammarText::Kind::kEbnf, fmt::format("root ::= \"{}\"", i)};
+  };
+  GrammarCompiler compiler(tokenizer_, {.end_tokens = {kEnd}, .most_cached = 3});
+  compiler.compile(text(0));
+  for (int i = 0; i < 40; ++i) {
+    EXPECT_TRUE(compiler.order(text(0)).is_ready()) << i;
+    compiler.compile(text(1 + i % 5));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // another thread forgets
+  }
+}
+
 // The cache drops the grammar that was not used for longest, and counts its bytes no more.
 TEST_F(GrammarTest, TheCacheForgetsTheOldestByItsBytes) {
   const auto text = [](int i) {

@@ -502,6 +502,23 @@ TEST_F(SchedulerTest, ScoresOfAPreemptedPromptAreThoseOfItsTokens) {
   EXPECT_GT(preemptions, 0);
 }
 
+// Prompts whose last block is that of the whole context need no further one to grow.
+TEST_F(SchedulerTest, SequencesThatFillTheCacheExactlyRunTogether) {
+  FakeSession session(2, 16, 8, 4, 64);
+  Scheduler scheduler(session, tokenizer_);
+  TimedEvents first, second;
+  const std::vector<GenerationRequest> asked = {request(counting(1, 14), 2, first),
+                                                request(counting(100, 14), 2, second)};
+  for (const GenerationRequest& one : asked) scheduler.submit(one);
+  scheduler.step();
+  EXPECT_EQ(scheduler.stats().running, 2);
+  while (scheduler.step()) {
+  }
+  EXPECT_EQ(first.ids, expected(asked[0], 16));
+  EXPECT_EQ(second.ids, expected(asked[1], 16));
+  EXPECT_EQ(scheduler.stats().preemptions, 0);
+}
+
 TEST_F(SchedulerTest, TheYoungestIsPreemptedAndComesNext) {
   FakeSession session(3, 40, 10, 4, 64);
   Scheduler scheduler(session, tokenizer_);

@@ -51,6 +51,8 @@ TEST(Rotary, YarnScalesByBothFactorsOrByNeither) {
   EXPECT_NEAR(rotary_frequencies(config).scale, alone, 1e-12);
   config.rope_scaling.mscale_all_dim = 1.0;
   EXPECT_NEAR(rotary_frequencies(config).scale, (0.2 * std::log(4.0) + 1.0) / alone, 1e-12);
+  config.rope_scaling.attention_factor = 1.25;  // stands for all of it
+  EXPECT_EQ(rotary_frequencies(config).scale, 1.25);
 }
 
 }  // namespace

@@ -67,6 +67,24 @@ TEST_F(AnswersTest, AStreamHoldsOnlyEventsThatWait) {
   }
 }
 
+// An event with the log-probabilities of a prompt takes as much as they do: at least 512 bytes for
+// each token that is named, two of the prompt with two others each.
+TEST_F(AnswersTest, LogProbabilitiesOfPromptsCount) {
+  std::vector<int64_t> held;
+  for (const bool scored : {false, true}) {
+    MemoryBudget memory(1 << 20);
+    Answers answers(scheduler_, waker_, memory, false);
+    GenerationRequest asked = request(1);
+    if (scored) asked.prompt_log_probs = 2;
+    ASSERT_TRUE(answers.add(std::move(asked)));
+    ASSERT_TRUE(answers.submit());
+    run();
+    held.push_back(memory.used());
+    EXPECT_EQ(answers.take()[0].prompt_log_probs.size(), scored ? 2u : 0u);
+  }
+  EXPECT_GE(held[1] - held[0], 2 * 3 * 512);
+}
+
 // A budget for one event at a time carries a stream of any length, and not a whole answer.
 TEST_F(AnswersTest, OverflowsWhenTheBudgetIsUsedUp) {
   for (const bool stream : {true, false}) {

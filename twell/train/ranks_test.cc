@@ -587,6 +587,9 @@ TEST_F(RanksTest, BucketsAndPiecesCoverTheParametersOnce) {
         for (int64_t i = 0; i < piece.size; ++i) ++covered[static_cast<size_t>(piece.begin + i)];
       }
       EXPECT_EQ(local, layout.size());
+      // Every rank has room for pieces as long as the longest, which is the first rank's.
+      EXPECT_EQ(layout.padded_parameters(), ShardLayout(model, ranks, 0).padded_parameters());
+      EXPECT_GE(layout.padded_parameters(), model.flat.size());
     }
     EXPECT_THAT(covered, Each(1)) << ranks;
   }

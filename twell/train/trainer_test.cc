@@ -3,11 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <fstream>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "twell/checkpoint/checkpoint.h"
 #include "twell/train/run.h"
@@ -214,6 +216,46 @@ TEST_F(TrainerTest, ABrokenNumberStopsTheRunAndIsNeverSaved) {
     const auto good = load_model(ctx_, run_folder.link_path());
     for (const float weight : good->flat.span()) ASSERT_TRUE(std::isfinite(weight));
   }
+}
+
+// AdamW's first step moves every weight by the learning rate, whatever its gradient, which here is
+// that of the first step of the warm-up.
+TEST_F(TrainerTest, TheOptimizersLearningRateIsThatOfTheMetrics) {
+  TrainOptions options = micro_options(20);
+  options.warmup_steps = 10;
+  options.weight_decay = 0.0;
+  const auto model = fresh_model();
+  const std::vector<float> before(model->flat.span().begin(), model->flat.span().end());
+  options = resolve_options(options, config());
+  CpuTrainer trainer(ctx_, *model, data_.shards, options, "data");
+  const double rate = trainer.train_step().learning_rate;
+  double most = 0.0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    most = std::max(most, std::abs(static_cast<double>(model->flat.span()[i]) - before[i]));
+  }
+  EXPECT_NEAR(most, rate, 1e-3 * rate);
+}
+
+// Unions are counted in hybrid layers alone: what is known of them is no mean with "unknown".
+TEST_F(TrainerTest, HintsOfUnionsAreForgottenWithThem) {
+  struct Engine : TrainEngineCpu {
+    using TrainEngineCpu::TrainEngineCpu;
+    StepOutcome step(const StepRequest& request) override {
+      for (const LayerHint& hint : request.hints) hints.push_back(hint.union_neurons);
+      StepOutcome outcome = TrainEngineCpu::step(request);
+      for (LayerMetrics& layer : outcome.layers) {
+        layer.union_neurons = request.step == 2 || request.step == 3 ? -1.0 : 40.0;
+      }
+      return outcome;
+    }
+    std::vector<double> hints;
+  };
+  const TrainOptions options = resolve_options(micro_options(5), config());
+  const auto model = fresh_model();
+  Engine engine(ctx_, *model, data_.shards, options);
+  Trainer trainer(ctx_, engine, data_.shards, options, "data");
+  for (int step = 0; step < 5; ++step) trainer.train_step();
+  EXPECT_EQ(engine.hints, (std::vector<double>{40, 40, -1, -1, -1, -1, 40, 40}));
 }
 
 TEST_F(TrainerTest, AModelThatBrokeAfterItsLastStepIsNotSaved) {
