@@ -71,4 +71,11 @@ std::string html_head(const std::string& title) {
       escaped, kStyle, escaped);
 }
 
+std::string short_count(int64_t count) {
+  constexpr int64_t kRoundsToAMillion = 999'950;
+  if (count < 1000) return fmt::format("{}", count);
+  if (count < kRoundsToAMillion) return fmt::format("{:.1f} k", static_cast<double>(count) * 1e-3);
+  return fmt::format("{:.1f} M", static_cast<double>(count) * 1e-6);
+}
+
 }  // namespace twell::cli

@@ -2,6 +2,7 @@
 // The beginning of a page with plots (svg_chart.h), in one file without anything from elsewhere.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace twell::cli {
@@ -9,5 +10,8 @@ namespace twell::cli {
 // Up to the title as a heading; "</body></html>" ends the page. The style sheet knows cards
 // (div.cards), tables, and the colours of charts, in light and dark.
 std::string html_head(const std::string& title);
+
+// A number of parameters or tokens in few characters: 224, 59.4 k, 1.5 M.
+std::string short_count(int64_t count);
 
 }  // namespace twell::cli

@@ -77,8 +77,7 @@ class Page {
 
   void cards() {
     out_ += "<div class='cards'>\n";
-    card(fmt::format("{:.1f} M", static_cast<double>(in_.config.parameter_count()) * 1e-6),
-         "parameters");
+    card(short_count(in_.config.parameter_count()), "parameters");
     if (in_.evaluation.tokens > 0) {
       card(fmt::format("{:.4f}", in_.evaluation.cross_entropy()), "cross-entropy, nats per token");
       const double active = in_.evaluation.mean_active();

@@ -96,9 +96,9 @@ class Page {
   }
   void cards() {
     out_ += "<div class='cards'>\n";
-    card(fmt::format("{:.1f} M", report_.at("parameters").get<double>() * 1e-6), "parameters");
+    card(short_count(report_.at("parameters").get<int64_t>()), "parameters");
     card(fmt::format("{}", report_.at("steps").get<int64_t>()), "steps");
-    card(fmt::format("{:.1f} M", report_.at("tokens").get<double>() * 1e-6), "tokens");
+    card(short_count(report_.at("tokens").get<int64_t>()), "tokens");
     card(fmt::format("{:.4f}", report_.at("val_ce_last").get<double>()),
          "validation loss, nats per token");
     out_ += "</div>\n";

@@ -97,6 +97,8 @@ TEST_F(CliTest, SamplesInTraining) {
   ASSERT_EQ(run({"report", "--out", "a", "--html", "a.html"}).code, 0);
   const std::string page = slurp(folder_ / "a.html");
   EXPECT_THAT(page, HasSubstr("<h2>Texts</h2>"));
+  EXPECT_THAT(page, HasSubstr("<b>224</b><span>tokens</span>"));  // a small run's are not "0.0 M"
+  EXPECT_THAT(page, testing::ContainsRegex("<b>[0-9.]+ k</b><span>parameters</span>"));
   EXPECT_THAT(page, HasSubstr("<b>note &lt;b&gt;</b>"));
   EXPECT_THAT(page, testing::Not(HasSubstr("note <b>")));
 

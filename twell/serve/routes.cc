@@ -468,21 +468,21 @@ ApiError Routes::too_long(const std::string& size, const char* field) const {
           field, "context_length_exceeded"};
 }
 
-std::string Routes::render(const ChatInput& input) const {
+std::string Routes::render(const ChatInput& input, const char* field) const {
   if (chat_ == nullptr) {
     throw ApiError(
         400,
         options_.no_chat.empty()
             ? "this model has no chat template; use /v1/completions"
             : fmt::format("this model cannot chat; use /v1/completions ({})", options_.no_chat),
-        "messages");
+        field);
   }
   return chat_->render(input);
 }
 
 std::optional<ToolCallReader> Routes::prepare_tools(ChatRequest& request) const {
   if (request.tools.empty()) return std::nullopt;
-  if (chat_ == nullptr) render({});  // says why
+  if (chat_ == nullptr) render({}, "messages");  // says why
   const std::optional<ToolForm> form = tool_form(chat_->tool_template());
   if (!form) {
     throw ApiError(400,
@@ -677,7 +677,7 @@ HttpReply Routes::converse(const HttpRequest& http_request) {
   job->client = client_of(http_request);
   job->body = http_request.memory;
   // The template writes the begin token itself.
-  std::vector<int32_t> ids = encode(render(chat_input(request)), false, "messages");
+  std::vector<int32_t> ids = encode(render(chat_input(request), "messages"), false, "messages");
   job->format = std::make_unique<ChatFormat>(tokenizer_, job->options.log_probs.has_value(),
                                              job->options.choices, tools ? &*tools : nullptr);
   job->requests.push_back(generation(std::move(ids), job->options,
@@ -695,7 +695,7 @@ HttpReply Routes::respond(const HttpRequest& http_request) {
   std::unique_ptr<Job> job = new_job(request.options);
   job->client = client_of(http_request);
   job->body = http_request.memory;
-  std::vector<int32_t> ids = encode(render(chat_input(request)), false, "input");
+  std::vector<int32_t> ids = encode(render(chat_input(request), "input"), false, "input");
   job->response.emplace(tokenizer_, request, fmt::format("{:08x}{:06x}", started_, ++replied_),
                         options_.model, static_cast<int64_t>(std::time(nullptr)),
                         tools ? &*tools : nullptr);
@@ -745,7 +745,8 @@ HttpReply Routes::tokenize(const HttpRequest& http_request) {
                                  : render({.messages = *request.messages_json,
                                            .tools = request.tools_json,
                                            .variables = request.variables_json,
-                                           .add_generation_prompt = request.add_generation_prompt}),
+                                           .add_generation_prompt = request.add_generation_prompt},
+                                          "messages"),
                              ids, request.begin_token);
   return json_reply(
       {{"count", ids.size()}, {"max_model_len", session_.capacity()}, {"tokens", ids}});

@@ -54,7 +54,7 @@ class Routes {
 
   std::vector<int32_t> encode(const std::string& text, bool begin_token, const char* field) const;
   ApiError too_long(const std::string& size, const char* field) const;
-  std::string render(const ChatInput& input) const;
+  std::string render(const ChatInput& input, const char* field) const;
   // What the answers to a chat are drawn by, and how calls in them are read.
   std::optional<ToolCallReader> prepare_tools(ChatRequest& request) const;
   void check_ids(const std::vector<int32_t>& ids, const char* field) const;
