@@ -187,6 +187,18 @@ class ServerLifeTest(unittest.TestCase):
         self.assertIn("allow fewer connections", out.stderr)
         self.assertEqual(served.stop(), 0)
 
+    def test_models_that_cannot_chat_name_the_field_that_asks(self):
+        served = Served(BINARY, template=None)
+        connection = Connection(served)
+        for path, body, field in (("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+                                  ("/v1/responses", {"input": "a"}, "input")):
+            status, answer = connection.post(path, body)
+            self.assertEqual((status, answer["error"]["param"]), (400, field))
+            self.assertIn("use /v1/completions", answer["error"]["message"])
+        self.assertEqual(connection.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0], 200)
+        connection.close()
+        self.assertEqual(served.stop(), 0)
+
     def test_refused_starts(self):
         served = Served(BINARY)
         model = str(served.checkpoint)
