@@ -12,6 +12,7 @@
 
 #include "twell/gpu/byte_pair.cuh"
 #include "twell/gpu/tagged.cuh"
+#include "twell/ops/decode/decode_ffn_sm90.cuh"
 #include "twell/ops/decode/decode_layers.h"
 #include "twell/ops/skinny/skinny_gemm.cuh"
 
@@ -723,17 +724,22 @@ class Attention {
 };
 
 // Waits for the attended values of all heads and stores them in x_shared, padded with zeros to a
-// whole block. All threads that multiply call it.
-template <int kTokens, int kBlock>
+// whole block; beside weights in e4m3 (kHalves) as f16, times a power of two for each token. All
+// threads that multiply call it. between() is called behind a barrier that follows whatever the
+// step before did.
+template <int kTokens, int kBlock, bool kHalves, typename Scales, typename Between>
 __device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t tag,
-                                               uint8_t* x_shared, int pitch) {
+                                               uint8_t* x_shared, int pitch, Scales& scales,
+                                               const Between& between) {
   constexpr int kTeam = kThreads / kTokens, kAtOnce = kTokens == 1 ? 2 : 8;
   const int token = static_cast<int>(threadIdx.x) / kTeam;
   constexpr int kQuads = kBlock / 4;
   const int quads = p.heads * p.head_dim / 4, padded = (quads + kQuads - 1) / kQuads * kQuads;
+  const int first = static_cast<int>(threadIdx.x) % kTeam;
+  auto* const row = reinterpret_cast<uint2*>(x_shared + token * pitch);
+  uint32_t most = 0;
   if (token < p.tokens) {
     const gpu::Tagged* words = p.workspace.attended + int64_t{token} * quads * 2;
-    const int first = static_cast<int>(threadIdx.x) % kTeam;
     for (int base = first; base < padded; base += kTeam * kAtOnce) {
       gpu::TaggedPair seen[kAtOnce];
       const int count = base < quads ? min((quads - base - 1) / kTeam + 1, kAtOnce) : 0;
@@ -743,12 +749,25 @@ __device__ __forceinline__ void stage_attended(const DecodeLayers& p, uint32_t t
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = base + i * kTeam;
         if (at >= padded) break;
-        *reinterpret_cast<uint2*>(x_shared + token * pitch + at * 8) =
-            i < count ? gpu::values(seen[i]) : uint2{};
+        const uint2 v = i < count ? gpu::values(seen[i]) : uint2{};
+        if constexpr (kHalves) most = max(most, max(gpu::most_bits(v.x), gpu::most_bits(v.y)));
+        row[at] = v;
       }
     }
   }
+  if constexpr (kHalves) store_most<kTokens>(most, scales);
   sync_threads();
+  if constexpr (kHalves) {
+    between();
+    const gpu::HalfScale half(load_most<kTokens>(scales));
+    if (first == 0) scales.inverse[token] = half.inverse;
+    if (token < p.tokens) {
+      for (int at = first; at < padded; at += kTeam) {  // the values that this thread stored
+        row[at] = {half.halves(row[at].x), half.halves(row[at].y)};
+      }
+    }
+    sync_threads();
+  }
 }
 
 }  // namespace

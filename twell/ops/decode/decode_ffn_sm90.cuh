@@ -92,33 +92,22 @@ struct ScaleShared {
 };
 struct NoScales {};
 
-// Makes rows of bf16 in shared memory f16, times a power of two for each token, in place. All
-// threads that multiply call it, with the columns up to the padding.
+// The largest magnitude, as bits of a float, over the warps of this thread's token: every warp
+// stores its own, and behind a barrier all read them.
 template <int kTokens>
-__device__ __forceinline__ void make_halves(int tokens, int columns, uint8_t* x_shared, int pitch,
-                                            ScaleShared<kTokens>& shared) {
-  constexpr int kTeam = kThreads / kTokens;  // threads per token, whole warps
-  const int thread = static_cast<int>(threadIdx.x), token = thread / kTeam;
-  auto* row = reinterpret_cast<uint2*>(x_shared + token * pitch);
-  const int quads = token < tokens ? columns / 4 : 0;
-  uint32_t most = 0;
-  for (int i = thread % kTeam; i < quads; i += kTeam) {
-    most = max(most, max(gpu::most_bits(row[i].x), gpu::most_bits(row[i].y)));
-  }
+__device__ __forceinline__ void store_most(uint32_t most, ScaleShared<kTokens>& shared) {
   most = __reduce_max_sync(~0u, most);
-  if constexpr (kTeam > 32) {
-    static_assert(kTokens == 1);
-    if (thread % 32 == 0) shared.most[thread / 32] = most;
-    sync_threads();
+  if (threadIdx.x % 32 == 0) shared.most[threadIdx.x / 32] = most;
+}
+template <int kTokens>
+__device__ __forceinline__ uint32_t load_most(const ScaleShared<kTokens>& shared) {
+  constexpr int kOwn = kWarps / kTokens;  // warps of a token
+  uint32_t most = 0;
 #pragma unroll
-    for (const uint32_t of_warp : shared.most) most = max(most, of_warp);
+  for (int i = 0; i < kOwn; ++i) {
+    most = max(most, shared.most[static_cast<int>(threadIdx.x) / 32 / kOwn * kOwn + i]);
   }
-  const gpu::HalfScale scale(most);
-  for (int i = thread % kTeam; i < quads; i += kTeam) {
-    row[i] = {scale.halves(row[i].x), scale.halves(row[i].y)};
-  }
-  if (thread % kTeam == 0) shared.inverse[token] = scale.inverse;
-  sync_threads();
+  return most;
 }
 
 template <int kTokens>

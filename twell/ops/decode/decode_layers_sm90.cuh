@@ -194,14 +194,25 @@ __device__ __forceinline__ float sum_of_squares(const uint2& x) {
   return fmaf(a.x, a.x, a.y * a.y) + fmaf(b.x, b.x, b.y * b.y);
 }
 
+// The larger magnitude of the products of two pairs, as bits of an f32.
+__device__ __forceinline__ uint32_t most_product(uint32_t a, uint32_t b) {
+  const float2 x = to_floats(a), y = to_floats(b);
+  return max(__float_as_uint(x.x * y.x) & 0x7fffffffu, __float_as_uint(x.y * y.y) & 0x7fffffffu);
+}
+
 // Stores rms_norm(x), rounded to bf16 and padded with zeros to a whole block, in x_shared and, with
 // for_screen, in `screen`. Squares are added in one order for any number of tokens: a warp's 32
 // quads (four values), then these sums. All threads that multiply call it.
-template <int kTokens, int kBlock>
+//
+// Beside weights in e4m3 (kHalves) the values become f16, times a power of two for each token that
+// is known from x times the norm's weights. between() is called behind a barrier that follows
+// whatever the step before did.
+template <int kTokens, int kBlock, bool kHalves, typename Scales, typename Between>
 __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residual& x,
                                              const __nv_bfloat16* weight,
                                              NormShared<kTokens>& shared, uint8_t* x_shared,
-                                             int pitch, const ScreenX& screen, bool for_screen) {
+                                             int pitch, const ScreenX& screen, bool for_screen,
+                                             Scales& scales, const Between& between) {
   constexpr int kTeam = kThreads / kTokens;      // threads per token
   constexpr int kAtOnce = kTokens == 1 ? 2 : 8;  // quads that a thread loads ahead
   const int thread = static_cast<int>(threadIdx.x), token = thread / kTeam;
@@ -216,6 +227,7 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
     const int at = thread % kTeam + i * kTeam;
     scale[i] = mine && at < quads ? __ldg(norm + at) : uint2{};
   }
+  uint32_t most = 0;  // of x times the norm's weights, bits of an f32
   if (mine) {
     for (int first = thread % kTeam; first - first % 32 < quads; first += kAtOnce * kTeam) {
       const int count = first < quads ? min((quads - first - 1) / kTeam + 1, kAtOnce) : 0;
@@ -226,6 +238,13 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
       for (int i = 0; i < kAtOnce; ++i) {
         if (i < count) row[first + i * kTeam] = v[i];
         sums[i] = sum_of_squares(v[i]);
+        if constexpr (kHalves) {
+          const int at = first + i * kTeam;
+          const uint2 by = first < kAtOnce * kTeam ? scale[i]
+                           : i < count             ? __ldg(norm + at)
+                                                   : uint2{};
+          most = max(most, max(most_product(v[i].x, by.x), most_product(v[i].y, by.y)));
+        }
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) {
@@ -239,7 +258,9 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
       }
     }
   }
+  if constexpr (kHalves) store_most<kTokens>(most, scales);
   sync_threads();
+  between();
   if (mine) {
     float total = 0.0f;
 #pragma unroll 2
@@ -248,6 +269,15 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
       total = (((total + four.x) + four.y) + four.z) + four.w;
     }
     const float inverse = rsqrtf(__fdividef(total, static_cast<float>(p.width)) + p.eps);
+    uint32_t bits =
+        0;  // of the largest value in bf16, but for its rounding, which f16 has room for
+    if constexpr (kHalves) {
+      bits = bf16x2(__uint_as_float(load_most<kTokens>(scales)) * inverse, 0.0f) & 0x7fffu;
+    }
+    const gpu::HalfScale half(bits);
+    if constexpr (kHalves) {
+      if (thread % kTeam == 0) scales.inverse[token] = half.inverse;
+    }
     for (int first = thread % kTeam; first < padded; first += kAtOnce * kTeam) {
       if (first >= kAtOnce * kTeam) {
 #pragma unroll
@@ -264,6 +294,7 @@ __device__ __forceinline__ void stage_normed(const DecodeLayers& p, const Residu
         if (at < quads) {
           v = row[at];
           v = {scaled(v.x, scale[i].x, inverse), scaled(v.y, scale[i].y, inverse)};
+          if constexpr (kHalves) v = {half.halves(v.x), half.halves(v.y)};
         }
         row[at] = v;
         if constexpr (kTokens == 1) {
@@ -502,18 +533,18 @@ class Layers {
     }
     const int width = step == 1 ? p_.heads * p_.head_dim : p_.width;
     const Residual x = step == 2 ? residual(0, tag_) : residual(1, tag_ - 1);
+    // Behind a barrier of the staging, all threads are past their last use of the scales before.
+    const auto store_scales = [&] {
+      if constexpr (kBytes) row_scales.store(s_);
+    };
     if (step == 1) {
-      if (groups > 0) stage_attended<kTokens, kBlock>(p_, tag_, x_, pitch_);
-    } else if (groups > 0 || step == 2) {
-      stage_normed<kTokens, kBlock>(p_, x, step == 0 ? l.attention_norm : l.ffn_norm, s_.norm, x_,
-                                    pitch_, screen_, screens);
-    }
-    if constexpr (kBytes) {
-      if (groups > 0 || step == 2) {
-        // All threads are past their last use of the scales before: stage_* synchronises.
-        row_scales.store(s_);
-        make_halves<kTokens>(p_.tokens, (width + kBlock - 1) / kBlock * kBlock, x_, pitch_, s_);
+      if (groups > 0) {
+        stage_attended<kTokens, kBlock, kBytes>(p_, tag_, x_, pitch_, s_, store_scales);
       }
+    } else if (groups > 0 || step == 2) {
+      stage_normed<kTokens, kBlock, kBytes>(p_, x, step == 0 ? l.attention_norm : l.ffn_norm,
+                                            s_.norm, x_, pitch_, screen_, screens, s_,
+                                            store_scales);
     }
     if constexpr (kTokens == 1 && !kBytes) {
       if (screens) {

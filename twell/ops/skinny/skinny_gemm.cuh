@@ -259,6 +259,9 @@ class Product {
   template <int kStages, typename Finish>
   __device__ __forceinline__ void groups(int count, RowRing<kStages>& ring, int width,
                                          const Finish& finish) {
+    if constexpr (kHolds) {
+      if (width == kChunk) return held_groups(count, ring, finish);
+    }
     in_batches(
         count, [&](int) { return ring_group(ring, width); }, finish);
   }
@@ -343,6 +346,67 @@ class Product {
       for (int i = 0; i < batch; ++i) store_partial(i, sums_of(base + i));
       finish_batch(batch, [&](int i, int token, int pair, float low, float high) {
         finish(base + i, token, pair, low, high);
+      });
+      if (base + kBatch < count) sync_threads();
+    }
+  }
+
+  // Whether this lane's part of x stays in registers where a row is one stage: one token, whose
+  // e4m3 weights have twice as much of x for each byte. Two groups are multiplied together then, so
+  // that their loads and instructions overlap.
+  static constexpr bool kHolds = kTokens == 1 && sizeof(W) == 1;
+  static constexpr int kOwnBlocks = kChunk / kBlock / kWarps;
+
+  template <int kStages, typename Finish>
+  __device__ __forceinline__ void held_groups(int count, RowRing<kStages>& ring,
+                                              const Finish& finish) {
+    const auto first = static_cast<uint32_t>(static_cast<int>(threadIdx.x) / 32 * kOwnBlocks *
+                                             kBlock);  // this warp's first column
+    Pieces x[kOwnBlocks];
+#pragma unroll
+    for (int i = 0; i < kOwnBlocks; ++i) {
+      x[i] = load_x((first + static_cast<uint32_t>(i * kBlock)) * 2);
+    }
+    const auto load = [&](uint4(&l)[kOwnBlocks], uint4(&h)[kOwnBlocks]) {
+      const uint32_t low = ring.take() + static_cast<uint32_t>(row_ * ring.pitch() + at_) + first;
+      const uint32_t high = low + static_cast<uint32_t>(kPairs * ring.pitch());
+#pragma unroll
+      for (int i = 0; i < kOwnBlocks; ++i) {
+        l[i] = gpu::load_shared16(low + static_cast<uint32_t>(i * kBlock));
+        h[i] = gpu::load_shared16(high + static_cast<uint32_t>(i * kBlock));
+      }
+    };
+#pragma unroll 1
+    for (int base = 0; base < count; base += kBatch) {
+      const int batch = min(kBatch, count - base);
+      int i = 0;
+#pragma unroll 1
+      for (; i + 1 < batch; i += 2) {
+        uint4 l[2][kOwnBlocks], h[2][kOwnBlocks];
+        load(l[0], h[0]);
+        load(l[1], h[1]);
+        Sums sums[2];
+#pragma unroll
+        for (int j = 0; j < kOwnBlocks; ++j) {
+          multiply(sums[0], l[0][j], h[0][j], x[j]);
+          multiply(sums[1], l[1][j], h[1][j], x[j]);
+        }
+        ring.release();
+        ring.release();
+        store_partial(i, sums[0]);
+        store_partial(i + 1, sums[1]);
+      }
+      if (i < batch) {
+        uint4 l[kOwnBlocks], h[kOwnBlocks];
+        load(l, h);
+        Sums sums;
+#pragma unroll
+        for (int j = 0; j < kOwnBlocks; ++j) multiply(sums, l[j], h[j], x[j]);
+        ring.release();
+        store_partial(i, sums);
+      }
+      finish_batch(batch, [&](int at, int token, int pair, float low, float high) {
+        finish(base + at, token, pair, low, high);
       });
       if (base + kBatch < count) sync_threads();
     }
