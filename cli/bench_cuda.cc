@@ -38,7 +38,9 @@ struct Loaded {
         std::make_unique<ModelCuda>(ctx, *synthetic_model(cpu, preset_of(subject), subject.seed));
     if (!subject.weights) return;
     set_sparse(true);
-    model = ModelCuda::in_bytes(ctx, *model);
+    model = ModelCuda::in_bytes(
+        ctx, *model,
+        subject.head_in_bytes ? CudaBytes::kProjectionsAndHead : CudaBytes::kProjections);
   }
   void set_sparse(bool sparse) const {
     if (synthetic) set_synthetic_sparsity(ctx, *model, sparse);

@@ -124,8 +124,9 @@ int run_bench_decode(const CommonOptions& common, BenchDecodeArguments& argument
                     (bench.subject.weights == ByteType::kInt8 && bench.subject.preset.empty()),
                 "--weights {} needs a GPU; --weights int8 runs on the CPU, with --checkpoint",
                 common.weights);
-  TWELL_REQUIRE(!bench.subject.head_in_bytes || bench.subject.preset.empty(),
-                "--head {} needs --checkpoint", common.head);
+  TWELL_REQUIRE(!bench.subject.head_in_bytes || bench.subject.preset.empty() ||
+                    bench.subject.weights == ByteType::kE4M3,
+                "--head {} needs --checkpoint or --weights fp8", common.head);
   return use_cuda(common) ? run_bench_decode_cuda(bench) : run_on_cpu(common, bench);
 }
 

@@ -107,8 +107,7 @@ void add_weights_option(Command& command, CommonOptions& common) {
       .choices({"stored", "fp8", "int8"});
   command
       .value("--head", &common.head, "TYPE",
-             "Output head: stored, as the checkpoint has it; 8bit, on the CPU, with projections in "
-             "int8")
+             "Output head: stored, as the checkpoint has it; 8bit, with projections in fp8 or int8")
       .choices({"stored", "8bit"});
   command
       .value("--compute", &common.compute, "TYPE",

@@ -73,10 +73,6 @@ class Conversion {
           "the layers have no gate projections (\"mlp_gated\": false), which transformers cannot "
           "express");
     }
-    if (bytes_.head) {
-      result_.notes.push_back(
-          "an output head in 8 bits runs on the CPU alone; GPUs here refuse this checkpoint");
-    }
   }
 
   ConvertResult take_result() { return std::move(result_); }

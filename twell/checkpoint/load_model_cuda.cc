@@ -16,11 +16,11 @@ DType stored_dtype(const std::string& dtype) {
   return dtype == "F16" ? DType::kF16 : DType::kBF16;
 }
 
-// A matrix of the largest projection in bf16, on its way to or from 8 bits.
-int64_t largest_projection(const std::vector<ParamSpec>& table) {
+// Values of the largest matrix that may be in 8 bits.
+int64_t largest_matrix(const std::vector<ParamSpec>& table) {
   int64_t largest = 0;
   for (const ParamSpec& spec : table) {
-    if (is_projection(spec)) largest = std::max(largest, spec.size());
+    if (is_projection(spec) || is_head(spec)) largest = std::max(largest, spec.size());
   }
   return largest;
 }
@@ -37,34 +37,38 @@ void copy_async(CudaContext& ctx, const void* from, size_t bytes, void* to) {
 
 }  // namespace
 
-bool loads_in_bytes(const std::filesystem::path& folder, const LoadOptions& options) {
+CudaBytes loads_in_bytes(const std::filesystem::path& folder, const LoadOptions& options) {
   TWELL_REQUIRE(options.weights != ByteType::kInt8,
                 "int8 weights run on the CPU; use --weights fp8 on a GPU");
   const std::optional<ByteWeights> stored = load_weight_bytes(folder);
-  TWELL_REQUIRE(
-      !options.head_in_bytes && !(stored && stored->head),
-      "{}: an output head in 8 bits runs on the CPU alone (--device cpu); for a GPU leave "
-      "out --head 8bit, or convert the original without it",
-      folder.string());
+  const bool stored_fp8 = stored && stored->type == ByteType::kE4M3;
   if (options.weights) {
-    TWELL_REQUIRE(!stored || stored->type != ByteType::kInt8,
-                  "{}: the weights are in int8; convert the original", folder.string());
-    const std::string why = cuda_bytes_unsupported(load_config(folder));
-    TWELL_REQUIRE(why.empty(), "{}", why);
-    return true;
+    TWELL_REQUIRE(!stored || stored_fp8, "{}: the weights are in int8; convert the original",
+                  folder.string());
   }
-  return stored && stored->type == ByteType::kE4M3 &&
-         cuda_bytes_unsupported(load_config(folder)).empty();
+  TWELL_REQUIRE(!options.head_in_bytes || options.weights || stored_fp8,
+                "{}: an output head in 8 bits needs projections in fp8 on a GPU: --weights fp8, or "
+                "a checkpoint in fp8",
+                folder.string());
+  const bool head = options.head_in_bytes || (stored_fp8 && stored->head);
+  const CudaBytes wanted = head ? CudaBytes::kProjectionsAndHead : CudaBytes::kProjections;
+  if (!options.weights && !stored_fp8) return CudaBytes::kNone;
+  const std::string why = cuda_bytes_unsupported(load_config(folder), wanted);
+  // What a file has in 8 bits may be widened; what was asked for may not.
+  TWELL_REQUIRE(why.empty() || (!options.weights && !options.head_in_bytes), "{}", why);
+  return why.empty() ? wanted : CudaBytes::kNone;
 }
 
 std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesystem::path& folder,
                                            int64_t other_bytes, const LoadOptions& options) {
-  const bool in_bytes = loads_in_bytes(folder, options);
+  const CudaBytes wanted = loads_in_bytes(folder, options);
+  const bool in_bytes = wanted != CudaBytes::kNone;
+  const bool head = wanted == CudaBytes::kProjectionsAndHead;
   const OpenCheckpoint opened = open_checkpoint(folder);
-  auto model = std::make_unique<ModelCuda>(opened.config, other_bytes, in_bytes);
+  auto model = std::make_unique<ModelCuda>(opened.config, other_bytes, wanted);
   TensorUploader uploader(ctx);
-  const bool through_wide = in_bytes != opened.bytes.has_value();
-  const DeviceBuffer<__nv_bfloat16> wide(through_wide ? largest_projection(opened.table) : 0);
+  const bool through_wide = in_bytes != opened.bytes.has_value() || (head && !opened.bytes->head);
+  const DeviceBuffer<__nv_bfloat16> wide(through_wide ? largest_matrix(opened.table) : 0);
   const DeviceBuffer<uint8_t> bytes(through_wide && !in_bytes ? wide.size() : 0);
   const DeviceBuffer<float> scales(through_wide && !in_bytes ? largest_outputs(opened.table) : 0);
   for (const ParamSpec& spec : opened.table) {
@@ -93,7 +97,7 @@ std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesyst
       if (options.allow_non_finite || first_non_finite(part, info.dtype) < 0) return;
       refuse_non_finite(info, first_non_finite(info.bytes, info.dtype), opened.tensors.source());
     };
-    if (in_bytes && is_projection(spec)) {
+    if ((in_bytes && is_projection(spec)) || (head && is_head(spec))) {
       uploader.copy(info.bytes, stored_dtype(info.dtype), rows, cols, false, wide.data(), check);
       const ModelCuda::BytePlace to = model->byte_place_of(spec);
       TWELL_CUDA_CHECK(launch_quantise_rows(
@@ -103,6 +107,16 @@ std::unique_ptr<ModelCuda> load_model_cuda(CudaContext& ctx, const std::filesyst
     }
     uploader.copy(info.bytes, stored_dtype(info.dtype), rows, cols, spec.transposed,
                   model->place_of(spec), check);
+  }
+  if (head && opened.config.tied_embeddings) {
+    const Matrix<const BF16>& embedding = model->weights().embedding;
+    const ModelCuda::BytePlace to = model->head_place();
+    TWELL_CUDA_CHECK(launch_quantise_rows({.rows = embedding.rows,
+                                           .cols = embedding.cols,
+                                           .x = device_bf16(embedding.data),
+                                           .values = to.values,
+                                           .scales = to.scales},
+                                          ctx.stream()));
   }
   TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));  // the buffers end here
   return model;

@@ -64,7 +64,7 @@ TEST(LoadModelCuda, InBytesEqualsTheConvertedCheckpoint) {
     const auto read = load_model_cuda(ctx, folder.path() / "fp8");
     EXPECT_TRUE(read->in_bytes());
     EXPECT_EQ(read->weights_hash(ctx), want);
-    EXPECT_EQ(read->bytes(), ModelCuda::bytes_needed(config, true));
+    EXPECT_EQ(read->bytes(), ModelCuda::bytes_needed(config, CudaBytes::kProjections));
     // Of int8 weights the GPU takes the values in bf16.
     const auto widened = load_model_cuda(ctx, folder.path() / "int8");
     EXPECT_FALSE(widened->in_bytes());
@@ -75,25 +75,58 @@ TEST(LoadModelCuda, InBytesEqualsTheConvertedCheckpoint) {
   }
 }
 
-// Needs no GPU: a head in 8 bits is refused before anything runs.
-TEST(LoadModelCuda, RefusesAHeadInBytes) {
+// A head in e4m3, of tied embeddings too: quantised at load, on the device, from a converted file.
+TEST(LoadModelCuda, AHeadInBytesEqualsTheConvertedCheckpoint) {
+  TWELL_HOPPER_TEST();
   Context cpu(2);
-  const TempFolder folder;
-  std::filesystem::create_directory(folder.path() / "f32");
-  const Model model(preset_config("tiny", true));
-  save_model(model, folder.path() / "f32", DType::kF32);
-  convert_checkpoint(folder.path() / "f32", folder.path() / "fp8",
-                     {.weights = ByteType::kE4M3, .head_in_bytes = true});
-  for (const auto& [name, options] :
-       {std::pair("f32", LoadOptions{.weights = ByteType::kE4M3, .head_in_bytes = true}),
-        std::pair("fp8", LoadOptions{})}) {
-    try {
-      loads_in_bytes(folder.path() / name, options);
-      FAIL() << name;
-    } catch (const InputError& error) {
-      EXPECT_NE(std::string(error.what()).find("runs on the CPU alone"), std::string::npos);
-    }
+  for (const bool tied : {true, false}) {
+    ModelConfig config = preset_config("tiny", true);
+    config.vocab_size = 336;
+    config.tied_embeddings = tied;
+    const auto model = rounded_model(cpu, config);
+    const ModelCuda wide(ctx, *model);
+    constexpr CudaBytes kBoth = CudaBytes::kProjectionsAndHead;
+    const std::string want = ModelCuda::in_bytes(ctx, wide, kBoth)->weights_hash(ctx);
+    const TempFolder folder;
+    std::filesystem::create_directory(folder.path() / "f32");
+    save_model(*model, folder.path() / "f32", DType::kF32);
+    convert_checkpoint(folder.path() / "f32", folder.path() / "fp8", {.weights = ByteType::kE4M3});
+    convert_checkpoint(folder.path() / "f32", folder.path() / "both",
+                       {.weights = ByteType::kE4M3, .head_in_bytes = true});
+    const LoadOptions at_load{.weights = ByteType::kE4M3, .head_in_bytes = true};
+    const auto loaded = load_model_cuda(ctx, folder.path() / "f32", 0, at_load);
+    EXPECT_EQ(loaded->bytes(), ModelCuda::bytes_needed(config, kBoth));
+    EXPECT_FALSE(loaded->head_bytes().empty());
+    EXPECT_EQ(loaded->weights_hash(ctx), want);
+    EXPECT_EQ(
+        load_model_cuda(ctx, folder.path() / "fp8", 0, {.head_in_bytes = true})->weights_hash(ctx),
+        want);
+    EXPECT_EQ(load_model_cuda(ctx, folder.path() / "both")->weights_hash(ctx), want);
+    EXPECT_TRUE(load_model_cuda(ctx, folder.path() / "fp8")->head_bytes().empty());
   }
+}
+
+TEST(LoadModelCuda, RefusesAHeadInBytesWithoutProjections) {
+  TWELL_HOPPER_TEST();
+  const auto message = [](const std::filesystem::path& folder, const LoadOptions& options) {
+    try {
+      loads_in_bytes(folder, options);
+    } catch (const InputError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  const TempFolder folder;
+  ModelConfig config = preset_config("tiny", true);
+  save_model(Model(config), folder.path(), DType::kF32);
+  EXPECT_NE(message(folder.path(), {.head_in_bytes = true}).find("needs projections in fp8"),
+            std::string::npos);
+  config.vocab_size = 331;
+  const TempFolder odd;
+  save_model(Model(config), odd.path(), DType::kF32);
+  EXPECT_NE(message(odd.path(), {.weights = ByteType::kE4M3, .head_in_bytes = true})
+                .find("a multiple of 8, got 331"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -11,16 +11,16 @@ namespace twell {
 namespace {
 
 int64_t planned_bytes(const CudaContext& ctx, const ModelConfig& config, const EnginePlan& plan,
-                      bool in_bytes) {
+                      CudaBytes in_bytes) {
   int64_t bytes = 0;
   if (plan.session) {
     SessionOptions session = *plan.session;
-    session.weights_in_bytes = in_bytes;
+    session.weights_in_bytes = in_bytes != CudaBytes::kNone;
     bytes += SessionCuda::bytes_needed(ctx, config, session);
   }
   if (plan.scorer) {
     ScorerPlan scorer = *plan.scorer;
-    scorer.weights_in_bytes = in_bytes;
+    scorer.weights_in_bytes = in_bytes != CudaBytes::kNone;
     bytes += ScorerCuda::bytes_needed(ctx, config, scorer);
   }
   return bytes;
@@ -39,7 +39,7 @@ EngineCuda::EngineCuda(const std::filesystem::path& checkpoint, const EnginePlan
                                 : 0) {}
 
 std::string EngineCuda::cannot_run(const ModelConfig& config, const EnginePlan& plan,
-                                   bool in_bytes) {
+                                   CudaBytes in_bytes) {
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
   const CudaStream stream;
   const CudaContext ctx(stream.get());

@@ -16,7 +16,7 @@ class EngineCuda : public Engine {
   // The reason why the current device cannot run this, with projections in e4m3 or not; empty when
   // it can.
   static std::string cannot_run(const ModelConfig& config, const EnginePlan& plan,
-                                bool in_bytes = false);
+                                CudaBytes in_bytes = CudaBytes::kNone);
 
   const ModelConfig& config() const override { return model_->config(); }
   std::string device() const override { return ctx_.device_name(); }

@@ -2,6 +2,8 @@
 // The layers of a forward whose projections are in e4m3. Every input of a projection is quantised
 // per token: by the norm in front of it, or, for the output projection, by a pass over what the
 // heads attended to. Keys, values and the residual stream stay in bf16.
+#include <algorithm>
+
 #include "twell/base/profile_range.h"
 #include "twell/model/forward_cuda.h"
 #include "twell/model/qkv.h"
@@ -103,6 +105,27 @@ void ForwardCuda::add_product_bytes(const ByteRowsCuda& w, int64_t inner) {
                           .w = w,
                           .y = residual_.data(),
                           .add = true});
+}
+
+void ForwardCuda::logits_of_bytes(const __nv_bfloat16* hidden, int64_t rows, float* out) const {
+  const int64_t width = config_.width, vocab = config_.vocab_size;
+  const int64_t most = std::min(batch_ops::kMaxTokens, bytes_.scales.size());
+  for (int64_t row = 0; row < rows; row += most) {
+    const int64_t count = std::min(most, rows - row);
+    TWELL_CUDA_CHECK(launch_quantise_rows({.rows = count,
+                                           .cols = width,
+                                           .x = hidden + row * width,
+                                           .values = bytes_.values.data(),
+                                           .scales = bytes_.scales.data()},
+                                          ctx_.stream()));
+    TWELL_CUDA_CHECK(batch_ops::launch_linear(
+        {.input = {.tokens = count, .width = width, .constant_weights = true, .x_bytes = bytes()},
+         .cols = vocab,
+         .y = out + row * vocab,
+         .f32_out = true,
+         .w_bytes = model_.head_bytes()},
+        ctx_.stream()));
+  }
 }
 
 void ForwardCuda::enqueue_byte_layer(int64_t layer, int32_t* row_nnz,

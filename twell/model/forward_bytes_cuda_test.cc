@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "twell/base/cuda_gtest.h"
+#include "twell/format/byte_matrix.h"
 #include "twell/model/cuda_test_model.h"
 #include "twell/model/forward_cuda.h"
 
@@ -115,6 +116,58 @@ TEST(ForwardBytesCudaTest, CachedTokensEqualThoseOfAWholePass) {
   // steps of at most 2^-3, with probability e / 2^-3: a norm of sqrt(e 2^-3) for each of the seven
   // quantised operands of three layers.
   EXPECT_LT(distance(to_floats(last), want), std::sqrt(3.0 * 7.0 * 0x1p-8 * 0x1p-3));
+}
+
+// Logits of a head in e4m3 against the specification of both quantised operands, for more rows than
+// its product takes at once.
+TEST(ForwardBytesCudaTest, LogitsOfAHeadInBytesAreTheProductOfQuantisedOperands) {
+  TWELL_HOPPER_TEST();
+  Context cpu(2);
+  for (const bool tied : {true, false}) {
+    ModelConfig config = config_of(true, 64);
+    config.vocab_size = 328;  // no multiple of 16 or 64
+    config.tied_embeddings = tied;
+    const auto host = rounded_model(cpu, config);
+    const ModelCuda wide(ctx, *host);
+    const auto model = ModelCuda::in_bytes(ctx, wide, CudaBytes::kProjectionsAndHead);
+    EXPECT_EQ(model->bytes(), ModelCuda::bytes_needed(config, CudaBytes::kProjectionsAndHead));
+    const int64_t vocab = config.vocab_size, width = config.width;
+    std::vector<BF16> head_bits(static_cast<size_t>(vocab * width));
+    TWELL_CUDA_CHECK(cudaMemcpy(head_bits.data(), wide.weights().head.data,
+                                head_bits.size() * sizeof(BF16), cudaMemcpyDeviceToHost));
+    std::vector<float> head_floats;
+    for (const BF16 value : head_bits) head_floats.push_back(to_float(value));
+    const OwnedByteMatrix head =
+        quantise_rows(ByteType::kE4M3, ConstMatrixF(head_floats.data(), vocab, width));
+    for (const int64_t rows : {1, 9, 64, 65, 130}) {
+      std::vector<__nv_bfloat16> hidden_bits;
+      for (int64_t i = 0; i < rows * width; ++i) {
+        hidden_bits.push_back(__float2bfloat16(normal(5, 1, static_cast<uint64_t>(i))));
+      }
+      const auto hidden = upload(hidden_bits);
+      const std::vector<float> hidden_floats = to_floats(hidden_bits);
+      const OwnedByteMatrix x =
+          quantise_rows(ByteType::kE4M3, ConstMatrixF(hidden_floats.data(), rows, width));
+      ForwardCuda forward(ctx, *model,
+                          {.max_tokens = rows, .max_sequences = 1, .max_length = rows});
+      const auto out = poisoned<float>(rows * vocab);
+      forward.logits(hidden.data(), rows, out.data());
+      stream.synchronize();
+      const std::vector<float> got = download(out);
+      std::vector<float> want;
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t word = 0; word < vocab; ++word) {
+          double sum = 0.0;
+          for (int64_t i = 0; i < width; ++i) {
+            sum += double{x.view().at(row, i)} * double{head.view().at(word, i)};
+          }
+          want.push_back(static_cast<float>(sum));
+        }
+      }
+      // The tensor cores keep 14 bits of a sum of 32 products.
+      EXPECT_LT(distance(got, want), 0x1p-10) << rows << " rows, tied " << tied;
+    }
+  }
 }
 
 }  // namespace

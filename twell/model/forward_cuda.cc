@@ -289,6 +289,10 @@ void ForwardCuda::run(std::span<const int32_t> ids, std::span<const ForwardSeque
 
 void ForwardCuda::logits(const __nv_bfloat16* hidden, int64_t rows, float* out) const {
   const ProfileRange whole("logits");
+  if (!model_.head_bytes().empty()) {
+    logits_of_bytes(hidden, rows, out);
+    return;
+  }
   const Matrix<const BF16>& head = model_.weights().head;
   linear_cuda(ctx_, {.rows = rows,
                      .cols = head.rows,

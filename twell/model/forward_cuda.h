@@ -168,6 +168,8 @@ class ForwardCuda {
   void add_product_bytes(const ByteRowsCuda& w, int64_t inner);
   // Residual to bytes_, [M, D]; `rows` as for norm().
   void norm_bytes(const BF16* weight, const int32_t* rows = nullptr) const;
+  // logits() with a head in e4m3: hidden states are quantised per token, in bytes_.
+  void logits_of_bytes(const __nv_bfloat16* hidden, int64_t rows, float* out) const;
   ByteRowsCuda bytes() const { return {bytes_.values.data(), bytes_.scales.data()}; }
   route::LayersPath choose_path(bool observed, bool one_kernel) const;
   void enqueue_few_tokens_layer(int64_t layer);

@@ -33,6 +33,8 @@ constexpr int64_t kByteMultiple = 16;  // of rows in 8 bits: TMA's and cuBLASLt'
 bool is_layer_matrix(const ParamSpec& spec) {
   return !spec.is_vector && spec.name.starts_with("model.layers.");
 }
+bool is_head(const ParamSpec& spec) { return spec.name == "lm_head.weight"; }
+constexpr int64_t kHeadMultiple = 8;  // of the vocabulary, for the product of up to 64 tokens
 int64_t outputs_of(const ParamSpec& spec) { return spec.transposed ? spec.cols : spec.rows; }
 
 }  // namespace
@@ -48,7 +50,8 @@ std::string cuda_model_unsupported(const ModelConfig& config) {
   return {};
 }
 
-std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes, bool in_bytes) {
+std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes,
+                                 CudaBytes in_bytes) {
   const int64_t weights = ModelCuda::bytes_needed(config, in_bytes);
   return memory_short(weights + other_bytes,
                       other_bytes == 0
@@ -63,7 +66,7 @@ void require_device_memory(int64_t bytes, const std::string& what) {
   TWELL_REQUIRE(why.empty(), "{}", why);
 }
 
-std::string cuda_bytes_unsupported(const ModelConfig& config) {
+std::string cuda_bytes_unsupported(const ModelConfig& config, CudaBytes in_bytes) {
   int device = 0, major = 0, minor = 0;
   TWELL_CUDA_CHECK(cudaGetDevice(&device));
   TWELL_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
@@ -80,30 +83,42 @@ std::string cuda_bytes_unsupported(const ModelConfig& config) {
                          name, size);
     }
   }
+  if (in_bytes == CudaBytes::kProjectionsAndHead && config.vocab_size % kHeadMultiple != 0) {
+    return fmt::format(
+        "an output head in fp8 needs a vocab_size that is a multiple of {}, got {}; leave the head "
+        "in bf16 (without --head 8bit)",
+        kHeadMultiple, config.vocab_size);
+  }
   if (config.mlp_bias) return "fp8 weights do not go with biases of feed-forward layers";
   return {};
 }
 
-int64_t ModelCuda::bytes_needed(const ModelConfig& config, bool in_bytes) {
+int64_t ModelCuda::bytes_needed(const ModelConfig& config, CudaBytes in_bytes) {
+  const bool some = in_bytes != CudaBytes::kNone;
+  const bool head = in_bytes == CudaBytes::kProjectionsAndHead;
   int64_t bytes = 0;
   for (const ParamSpec& spec : parameter_table(config)) {
-    bytes += in_bytes && is_layer_matrix(spec)
+    bytes += (some && is_layer_matrix(spec)) || (head && is_head(spec))
                  ? spec.size() + outputs_of(spec) * int64_t{sizeof(float)}
                  : spec.size() * int64_t{sizeof(BF16)};
+  }
+  if (head && config.tied_embeddings) {
+    bytes += config.vocab_size * (config.width + int64_t{sizeof(float)});
   }
   return bytes;
 }
 
-ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes, bool in_bytes)
+ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes, CudaBytes in_bytes)
     : config_(config), padded_(config) {
   config_.validate();
   padded_.ffn = round_up(config.ffn, int64_t{8});
   std::string why = cuda_model_unsupported(config_);
-  if (why.empty() && in_bytes) why = cuda_bytes_unsupported(config_);
+  const bool some = in_bytes != CudaBytes::kNone;
+  if (why.empty() && some) why = cuda_bytes_unsupported(config_, in_bytes);
   if (why.empty()) why = cuda_model_too_large(config_, other_bytes, in_bytes);
   TWELL_REQUIRE(why.empty(), "{}", why);
-  if (in_bytes) {
-    place_bytes();
+  if (some) {
+    place_bytes(in_bytes == CudaBytes::kProjectionsAndHead);
     return;
   }
   flat_ = DeviceBuffer<BF16>(padded_.parameter_count());
@@ -115,12 +130,12 @@ ModelCuda::ModelCuda(const ModelConfig& config, int64_t other_bytes, bool in_byt
   for (const ParamSpec& spec : parameter_table(padded_)) offsets_.emplace(spec.name, spec.offset);
 }
 
-// Floats lie one behind the other in flat_, as in parameter_table without the projections.
-void ModelCuda::place_bytes() {
+// Floats lie one behind the other in flat_, as in parameter_table without what is in e4m3.
+void ModelCuda::place_bytes(bool head) {
   int64_t floats = 0, values = 0, scales = 0;
   const std::vector<ParamSpec> table = parameter_table(padded_);
   for (const ParamSpec& spec : table) {
-    if (is_layer_matrix(spec)) {
+    if (is_layer_matrix(spec) || (head && is_head(spec))) {
       byte_offsets_.emplace(spec.name, std::pair{values, scales});
       values += spec.size();
       scales += outputs_of(spec);
@@ -128,6 +143,12 @@ void ModelCuda::place_bytes() {
       offsets_.emplace(spec.name, floats);
       floats += spec.size();
     }
+  }
+  constexpr const char* kHead = "lm_head.weight";
+  if (head && padded_.tied_embeddings) {
+    byte_offsets_.emplace(kHead, std::pair{values, scales});
+    values += padded_.vocab_size * padded_.width;
+    scales += padded_.vocab_size;
   }
   flat_ = DeviceBuffer<BF16>(floats);
   values_ = DeviceBuffer<uint8_t>(values);
@@ -143,7 +164,12 @@ void ModelCuda::place_bytes() {
   };
   weights_.embedding = {vector("model.embed_tokens.weight"), padded_.vocab_size, padded_.width};
   weights_.head = weights_.embedding;
-  if (!padded_.tied_embeddings) weights_.head.data = vector("lm_head.weight");
+  head_bytes_ = bytes(kHead);
+  if (!head_bytes_.empty()) {
+    weights_.head.data = nullptr;
+  } else if (!padded_.tied_embeddings) {
+    weights_.head.data = vector(kHead);
+  }
   weights_.final_norm = vector("model.norm.weight");
   for (int64_t i = 0; i < padded_.layers; ++i) {
     const auto name = [i](const char* part) { return fmt::format("model.layers.{}.{}", i, part); };
@@ -169,12 +195,27 @@ ModelCuda::BytePlace ModelCuda::byte_place_of(const ParamSpec& spec) {
   return {values_.data() + values, scales_.data() + scales};
 }
 
-std::unique_ptr<ModelCuda> ModelCuda::in_bytes(CudaContext& ctx, const ModelCuda& model) {
-  auto out = std::make_unique<ModelCuda>(model.config(), 0, /*in_bytes=*/true);
+ModelCuda::BytePlace ModelCuda::head_place() {
+  return {const_cast<uint8_t*>(head_bytes_.values), const_cast<float*>(head_bytes_.scales)};
+}
+
+std::unique_ptr<ModelCuda> ModelCuda::in_bytes(CudaContext& ctx, const ModelCuda& model,
+                                               CudaBytes what) {
+  auto out = std::make_unique<ModelCuda>(model.config(), 0, what);
+  if (!out->head_bytes_.empty()) {
+    const BytePlace to = out->head_place();
+    TWELL_CUDA_CHECK(launch_quantise_rows({.rows = model.padded_.vocab_size,
+                                           .cols = model.padded_.width,
+                                           .x = device_bf16(model.weights_.head.data),
+                                           .values = to.values,
+                                           .scales = to.scales},
+                                          ctx.stream()));
+  }
   DeviceBuffer<__nv_bfloat16> transposed(model.padded_.ffn * model.padded_.width);
   for (const ParamSpec& spec : parameter_table(model.padded_)) {
     const auto* from =
         reinterpret_cast<const __nv_bfloat16*>(model.flat_.data() + model.offsets_.at(spec.name));
+    if (!out->head_bytes_.empty() && is_head(spec)) continue;
     if (!is_layer_matrix(spec)) {
       TWELL_CUDA_CHECK(cudaMemcpyAsync(out->place_of(spec), from,
                                        static_cast<size_t>(spec.size()) * sizeof(BF16),

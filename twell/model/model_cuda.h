@@ -27,18 +27,24 @@ struct LayerBytesCuda {
   ByteRowsCuda down;  // [D, F]
 };
 
+// What of a model is in e4m3 on the GPU: nothing, the projections of its layers, or the output head
+// too.
+enum class CudaBytes { kNone, kProjections, kProjectionsAndHead };
+
 class ModelCuda {
  public:
   // Leaves the weights uninitialised, except those of padding, which are 0. InputError, before
   // anything is allocated, on a model that the GPU code does not support or that does not fit into
   // free memory together with `other_bytes`; the message gives the numbers.
-  // in_bytes: the projections are in e4m3 (layer_bytes), and weights() has no views of them.
-  ModelCuda(const ModelConfig& config, int64_t other_bytes, bool in_bytes = false);
+  // weights() has no views of what is in e4m3 (layer_bytes, head_bytes). The head of tied
+  // embeddings becomes a matrix of its own then, beside the embedding in bf16.
+  ModelCuda(const ModelConfig& config, int64_t other_bytes, CudaBytes in_bytes = CudaBytes::kNone);
   // Copies the host model's weights, rounded to bf16. Waits for the stream.
   ModelCuda(CudaContext& ctx, const Model& model);
-  // Quantises the projections of a model in bf16, whose other weights are copied. Waits for the
-  // stream.
-  static std::unique_ptr<ModelCuda> in_bytes(CudaContext& ctx, const ModelCuda& model);
+  // Quantises the projections of a model in bf16, and its head if asked to; other weights are
+  // copied. Waits for the stream.
+  static std::unique_ptr<ModelCuda> in_bytes(CudaContext& ctx, const ModelCuda& model,
+                                             CudaBytes what = CudaBytes::kProjections);
 
   const ModelConfig& config() const { return config_; }
   const ModelConfig& padded_config() const { return padded_; }  // with the FFN size of weights()
@@ -48,9 +54,11 @@ class ModelCuda {
   const LayerBytesCuda& layer_bytes(int64_t layer) const {
     return layer_bytes_[static_cast<size_t>(layer)];
   }
+  // [V, D], empty where the head is in bf16.
+  const ByteRowsCuda& head_bytes() const { return head_bytes_; }
   int64_t bytes() const { return flat_.bytes() + values_.bytes() + scales_.bytes(); }
   // What bytes() will be.
-  static int64_t bytes_needed(const ModelConfig& config, bool in_bytes);
+  static int64_t bytes_needed(const ModelConfig& config, CudaBytes in_bytes);
   // Device memory of a parameter of parameter_table(config()): its values, then the padding's.
   __nv_bfloat16* place_of(const ParamSpec& spec);
   // The same of a projection in e4m3: [outputs, inputs] values and [outputs] scales.
@@ -59,11 +67,12 @@ class ModelCuda {
     float* scales;
   };
   BytePlace byte_place_of(const ParamSpec& spec);
+  BytePlace head_place();  // of a head in e4m3, [V, D]
   // Content hash of the weights. Waits for the stream.
   std::string weights_hash(CudaContext& ctx) const;
 
  private:
-  void place_bytes();
+  void place_bytes(bool head);
 
   ModelConfig config_, padded_;
   std::unordered_map<std::string, int64_t> offsets_;  // in flat_, by parameter name
@@ -72,6 +81,7 @@ class ModelCuda {
   DeviceBuffer<float> scales_;
   std::unordered_map<std::string, std::pair<int64_t, int64_t>> byte_offsets_;  // in both
   std::vector<LayerBytesCuda> layer_bytes_;                                    // [L], or none
+  ByteRowsCuda head_bytes_;
   ModelMatrices<const BF16> weights_;
 };
 
@@ -79,10 +89,10 @@ class ModelCuda {
 std::string cuda_model_unsupported(const ModelConfig& config);
 // The reason why weights and `other_bytes` do not fit into free memory; empty when they do.
 std::string cuda_model_too_large(const ModelConfig& config, int64_t other_bytes,
-                                 bool in_bytes = false);
-// The reason why a model's projections cannot be in e4m3 on the current device; empty when they
-// can.
-std::string cuda_bytes_unsupported(const ModelConfig& config);
+                                 CudaBytes in_bytes = CudaBytes::kNone);
+// The reason why this of a model cannot be in e4m3 on the current device; empty when it can.
+std::string cuda_bytes_unsupported(const ModelConfig& config,
+                                   CudaBytes in_bytes = CudaBytes::kProjections);
 
 // InputError with the numbers when less than `bytes` of device memory is free.
 void require_device_memory(int64_t bytes, const std::string& what);
