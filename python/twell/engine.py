@@ -98,7 +98,7 @@ class Engine:
         quarter of the CPU's.
     weights: the layers' projections: "stored", as the checkpoint has them, "fp8" (on a Hopper GPU) or
         "int8" (on the CPU), rounded when they are loaded, less exact.
-    head: the output head: "stored", or "8bit" (on the CPU, with projections in int8).
+    head: the output head: "stored", or "8bit" (with projections in fp8 or int8).
     """
 
     def __init__(

@@ -46,6 +46,10 @@ CudaBytes loads_in_bytes(const std::filesystem::path& folder, const LoadOptions&
     TWELL_REQUIRE(!stored || stored_fp8, "{}: the weights are in int8; convert the original",
                   folder.string());
   }
+  TWELL_REQUIRE(!stored || !stored->head || stored_fp8,
+                "{}: the output head is in int8, which runs on the CPU alone (--device cpu); for a "
+                "GPU convert the original without --head 8bit, or with --weights fp8",
+                folder.string());
   TWELL_REQUIRE(!options.head_in_bytes || options.weights || stored_fp8,
                 "{}: an output head in 8 bits needs projections in fp8 on a GPU: --weights fp8, or "
                 "a checkpoint in fp8",
@@ -54,8 +58,8 @@ CudaBytes loads_in_bytes(const std::filesystem::path& folder, const LoadOptions&
   const CudaBytes wanted = head ? CudaBytes::kProjectionsAndHead : CudaBytes::kProjections;
   if (!options.weights && !stored_fp8) return CudaBytes::kNone;
   const std::string why = cuda_bytes_unsupported(load_config(folder), wanted);
-  // What a file has in 8 bits may be widened; what was asked for may not.
-  TWELL_REQUIRE(why.empty() || (!options.weights && !options.head_in_bytes), "{}", why);
+  // Projections that a file has in 8 bits are widened; a head is not, nor what was asked for.
+  TWELL_REQUIRE(why.empty() || (!options.weights && !head), "{}", why);
   return why.empty() ? wanted : CudaBytes::kNone;
 }
 

@@ -106,6 +106,21 @@ TEST(LoadModelCuda, AHeadInBytesEqualsTheConvertedCheckpoint) {
   }
 }
 
+// Needs no GPU: refused before anything runs.
+TEST(LoadModelCuda, RefusesAHeadInInt8) {
+  const TempFolder folder;
+  std::filesystem::create_directory(folder.path() / "f32");
+  save_model(Model(preset_config("tiny", true)), folder.path() / "f32", DType::kF32);
+  convert_checkpoint(folder.path() / "f32", folder.path() / "int8",
+                     {.weights = ByteType::kInt8, .head_in_bytes = true});
+  try {
+    loads_in_bytes(folder.path() / "int8", {});
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_NE(std::string(error.what()).find("runs on the CPU alone"), std::string::npos);
+  }
+}
+
 TEST(LoadModelCuda, RefusesAHeadInBytesWithoutProjections) {
   TWELL_HOPPER_TEST();
   const auto message = [](const std::filesystem::path& folder, const LoadOptions& options) {
