@@ -73,6 +73,10 @@ class Conversion {
           "the layers have no gate projections (\"mlp_gated\": false), which transformers cannot "
           "express");
     }
+    if (bytes_.head && bytes_.type == ByteType::kInt8) {
+      result_.notes.push_back(
+          "an output head in int8 runs on the CPU alone; GPUs here refuse this checkpoint");
+    }
   }
 
   ConvertResult take_result() { return std::move(result_); }
