@@ -191,8 +191,8 @@ TEST(ExpectedFfn, OfAGpuIsWhatItsPlanPicks) {
     busy.row_begin.push_back(std::ssize(busy.column));
   }
   EXPECT_TRUE(costs->together(light).execution().sparse);
-  EXPECT_EQ(costs->one_by_one(light).execution().name, "decode-rows");
-  EXPECT_EQ(costs->one_by_one(light).runs[*find_gpu_ffn("decode-rows")], 1024);
+  EXPECT_EQ(costs->one_by_one(light).execution().name, "row-stream");
+  EXPECT_EQ(costs->one_by_one(light).runs[*find_gpu_ffn("row-stream")], 1024);
   EXPECT_GT(costs->together(light).speedup(), 1.2);
   EXPECT_FALSE(costs->together(busy).execution().sparse);
   EXPECT_DOUBLE_EQ(costs->together(busy).speedup(), 1.0);
