@@ -128,7 +128,7 @@ TEST_P(GoldenStep, LossesGradientsAndWeightsOfFourSteps) {
   const double tolerance = float_tolerance(model_->config);
 
   TrainingState state(model_->config, {kStepSequences, kStepLength});
-  Optimizer optimizer(*model_, ShardLayout(*model_));
+  Optimizer optimizer(*model_, ShardLayout(*model_), OptimizerKind::kAdamW, nullptr);
   Buffer<float> grad(size);
   std::vector<std::vector<uint8_t>> active(static_cast<size_t>(layers));
   for (auto& layer : active) layer.resize(static_cast<size_t>(model_->config.ffn));
