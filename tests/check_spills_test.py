@@ -97,7 +97,7 @@ class CheckSpills(unittest.TestCase):
             (build / "library/units/ops_a_0_portable.cu").write_text(
                 '#include "twell/ops/a/one.cu"\n#include "twell/ops/a/two.cu"\n')
             objects = check_spills.objects_of(build, root)
-            # Of one.cu, which was compiled by itself before, the unit is newer.
+            # one.cu was compiled by itself before; the unit that has it now is newer, so it counts.
             self.assertEqual(objects, {
                 build / made / "ops/a/deep.cu.o": ["twell/ops/a/deep.cu"],
                 build / made / "units/ops_a_0_portable.cu.o": ["twell/ops/a/one.cu", "twell/ops/a/two.cu"],

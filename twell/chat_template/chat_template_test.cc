@@ -286,7 +286,7 @@ TEST(ChatTemplate, ArithmeticAtTheEndsOfTheIntegers) {
   EXPECT_THAT(render("{{ 1e300 | int }}"), HasSubstr("too large"));
 }
 
-// As Python has it: halves go to the even neighbour, and 0 keeps its sign.
+// Python rounds halves to the even neighbour, and its 0 keeps its sign.
 TEST(ChatTemplate, RoundsAndDividesAsPythonDoes) {
   EXPECT_EQ(render("{{ 25.0 | round(-1) }} {{ 35.0 | round(-1) }} {{ -25.0 | round(-1) }}"),
             "20.0 40.0 -20.0");

@@ -103,7 +103,7 @@ struct ModelConfig {
     return static_cast<float>(embedding_scale / part_scale());
   }
   float stream_eps() const { return static_cast<float>(norm_eps / (part_scale() * part_scale())); }
-  // Of the output of the last norm.
+  // The output of the last norm is multiplied by this before the head.
   float hidden_scale() const {
     return base_width == 0 ? 1.0f : static_cast<float>(base_width) / static_cast<float>(width);
   }

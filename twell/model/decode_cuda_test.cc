@@ -19,18 +19,7 @@ struct DecodeCase {
 
 ModelConfig model_of(int64_t width, int64_t ffn, int64_t heads, int64_t kv_heads,
                      int64_t head_dim) {
-  ModelConfig config;
-  config.vocab_size = 101;
-  config.width = width;
-  config.ffn = ffn;
-  config.layers = 2;
-  config.heads = heads;
-  config.kv_heads = kv_heads;
-  config.head_dim = head_dim;
-  config.context = 1100;
-  config.tied_embeddings = true;
-  config.init_std = 0.8 / std::sqrt(static_cast<double>(width));
-  return config;
+  return decode_model(width, ffn, heads, kv_heads, head_dim, 1100);
 }
 
 std::vector<DecodeCase> decode_cases() {

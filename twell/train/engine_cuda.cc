@@ -250,8 +250,7 @@ StepOutcome TrainEngineCuda::step(const StepRequest& request) {
   StepValues values;
   values.optimizer.adamw = adamw_coefficients(adamw);
   values.optimizer.muon =
-      muon_coefficients({.learning_rate = request.learning_rate *
-                                          (options_.matrix_learning_rate / options_.learning_rate),
+      muon_coefficients({.learning_rate = matrix_learning_rate_at(options_, request.step - 1),
                          .momentum = options_.momentum,
                          .weight_decay = options_.weight_decay});
   values.l1_scale =

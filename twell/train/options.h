@@ -54,7 +54,7 @@ struct TrainOptions {
 
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   double learning_rate = 1e-3;
-  // Of the matrices of layers with Muon, whose schedule is that of learning_rate; 0: four times
+  // Muon takes this peak for the matrices of layers, with learning_rate's schedule; 0: four times
   // learning_rate.
   double matrix_learning_rate = 0.0;
   double momentum = 0.95;  // Muon's

@@ -533,7 +533,7 @@ class Layers {
     }
     const int width = step == 1 ? p_.heads * p_.head_dim : p_.width;
     const Residual x = step == 2 ? residual(0, tag_) : residual(1, tag_ - 1);
-    // Behind a barrier of the staging, all threads are past their last use of the scales before.
+    // It is called behind a barrier of the staging, when no thread uses the scales before any more.
     const auto store_scales = [&] {
       if constexpr (kBytes) row_scales.store(s_);
     };

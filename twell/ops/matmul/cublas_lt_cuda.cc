@@ -17,7 +17,8 @@ namespace {
 
 constexpr char kCublasLt[] = "libcublasLt.so." TWELL_TEXT_OF(CUBLAS_VER_MAJOR);
 
-// By name first, which finds the one that PyTorch has loaded; then where the build found it.
+// The library is looked for by name first, which finds the one that PyTorch has loaded, then where
+// the build found it.
 void* cublas_lt() {
   static void* const library = [] {
     void* found = ::dlopen(kCublasLt, RTLD_LAZY | RTLD_LOCAL);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "twell/base/error.h"
 #include "twell/ops/adamw/adamw.h"
@@ -56,9 +57,9 @@ void orthogonalise(Context& ctx, MatrixF matrix) {
   Arena::Scope scope(ctx.scratch());
   const MatrixF gram(scope.alloc<float>(side * side), side, side);
   const MatrixF factor(scope.alloc<float>(side * side), side, side);
-  const MatrixF next(scope.alloc<float>(count), matrix.rows, matrix.cols);
+  MatrixF x = matrix, next(scope.alloc<float>(count), matrix.rows, matrix.cols);
   for (int step = 0; step < kNewtonSchulzSteps; ++step) {
-    matmul(ctx, {.a = matrix, .b = matrix, .c = gram, .trans_a = tall, .trans_b = !tall});
+    matmul(ctx, {.a = x, .b = x, .c = gram, .trans_a = tall, .trans_b = !tall});
     matmul(ctx, {.a = gram, .b = gram, .c = factor});
     // factor = a I + b gram + c gram^2
     ctx.parallel_for(side, 1, [&](int64_t begin, int64_t end, int) {
@@ -71,12 +72,14 @@ void orthogonalise(Context& ctx, MatrixF matrix) {
       }
     });
     if (tall) {
-      matmul(ctx, {.a = matrix, .b = factor, .c = next});
+      matmul(ctx, {.a = x, .b = factor, .c = next});
     } else {
-      matmul(ctx, {.a = factor, .b = matrix, .c = next});
+      matmul(ctx, {.a = factor, .b = x, .c = next});
     }
-    std::memcpy(matrix.data, next.data, values.size_bytes());
+    std::swap(x, next);
   }
+  static_assert(kNewtonSchulzSteps % 2 == 1, "the result is in the other memory");
+  std::memcpy(matrix.data, x.data, values.size_bytes());
 }
 
 float muon_shape_factor(int64_t rows, int64_t cols) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <utility>
 
 #include "twell/base/for_each.cuh"
 #include "twell/ops/adamw/adamw_cuda.h"

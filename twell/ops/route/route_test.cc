@@ -65,7 +65,7 @@ TEST(LayersPaths, Decoding) {
   EXPECT_EQ(layers_path(llama(8), batch), LayersPath::kFewKernels);
 }
 
-// As measured, D 4096 and 2048.
+// The times are measured ones, of D 4096 and 2048.
 TEST(LayersPaths, StreamsOfRows) {
   EXPECT_TRUE(stream_pays(42.1, 33.1, false));
   EXPECT_FALSE(stream_pays(42.1, 33.1, true));
