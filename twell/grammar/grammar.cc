@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "twell/grammar/gbnf.h"
 #include "twell/grammar/json_schema.h"
 
 #ifdef TWELL_HAVE_XGRAMMAR
@@ -52,8 +53,6 @@ namespace {
 // a model that has begun to write blanks comes to an end.
 constexpr int kMostBlanks = 32;
 constexpr std::chrono::seconds kGoodbye{5};  // for grammars that are still being compiled
-constexpr int64_t kMostNesting =
-    64;  // of brackets in a grammar, which the library parses recursively
 
 // The library's message without the condition and the place in its sources.
 std::string plain(std::string message) {
@@ -64,17 +63,6 @@ std::string plain(std::string message) {
   constexpr size_t kMost = 300;
   if (message.size() > kMost) message = message.substr(0, kMost) + "...";
   return message.empty() ? "the library gives no reason" : message;
-}
-
-void check_nesting(std::string_view text) {
-  int64_t depth = 0;
-  for (const char one : text) {
-    depth += one == '(' || one == '[' || one == '{';
-    depth -= one == ')' || one == ']' || one == '}';
-    TWELL_REQUIRE(depth <= kMostNesting, "the grammar has brackets more than {} deep",
-                  kMostNesting);
-    depth = std::max<int64_t>(depth, 0);
-  }
 }
 
 }  // namespace
@@ -283,8 +271,7 @@ struct GrammarCompiler::Impl {
       case GrammarText::Kind::kJsonSchema:
         return of_schema(checked_json_schema(text.text, "the JSON schema"));
       case GrammarText::Kind::kEbnf:
-        check_nesting(text.text);
-        return library.CompileGrammar(text.text);
+        return library.CompileGrammar(ebnf_of_gbnf(text.text));
       case GrammarText::Kind::kTags:
         return library.CompileStructuralTag(text.text);
     }

@@ -31,7 +31,7 @@ struct GrammarText {
     kJson,        // any JSON object; the text is empty
     kJsonSchema,  // see json_schema.h
     kEbnf,  // rules "name ::= ..." with character classes, (...), |, ?, *, +, {n,m}; "root" is
-            // the text
+            // the text; see gbnf.h
     kTags,  // XGrammar's structural tags, which the server makes for calls of tools
   };
   Kind kind = Kind::kJson;
