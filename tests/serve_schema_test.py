@@ -23,7 +23,7 @@ needs_clients("jsonschema")
 import jsonschema
 
 PATTERNS = ["^[a-c]{1,4}$", "^(ab|c)d?$", "^\\d{2}-\\d{2}$", "^[A-Z][a-z]{0,3}$", "^x?y*$"]
-FORMATS = ["date", "time", "date-time", "uuid", "email", "hostname"]
+FORMATS = ["date", "time", "date-time", "uuid", "email", "hostname", "ipv4", "ipv6", "uri", "uri-template"]
 
 
 class Schemas:
@@ -177,9 +177,7 @@ def main():
         if choice["finish_reason"] != "stop":
             return "cut off", choice["text"]
         try:
-            # RFC 3339 has a second of 60 and a year 0; the checker of formats takes neither.
-            text = re.sub(r"(\d\d:\d\d):60", r"\1:59", choice["text"])
-            value = json.loads(re.sub(r'"0000-(\d\d-\d\d)', r'"0004-\1', text))
+            value = json.loads(choice["text"])
             validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
             validator(schema, format_checker=validator.FORMAT_CHECKER).validate(value)
         except (ValueError, jsonschema.ValidationError) as error:

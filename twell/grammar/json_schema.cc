@@ -15,6 +15,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/json.h"
+#include "twell/grammar/schema_formats.h"
 #include "twell/grammar/schema_keywords.h"
 #include "twell/grammar/schema_merge.h"
 #include "twell/grammar/schema_references.h"
@@ -28,21 +29,6 @@ using nlohmann::ordered_json;
 constexpr int kMostDepth = 24;       // of schemas within each other
 constexpr int kMostMerged = 20000;   // schemas that are merged into others
 constexpr uint64_t kMostItems = 64;  // of an array that contains something
-
-// Formats that the library writes; of others it would write any string. Its ipv4 has leading zeros.
-const std::set<std::string> kFormats = {"email",
-                                        "date",
-                                        "time",
-                                        "date-time",
-                                        "duration",
-                                        "ipv6",
-                                        "hostname",
-                                        "uuid",
-                                        "uri",
-                                        "uri-reference",
-                                        "uri-template",
-                                        "json-pointer",
-                                        "relative-json-pointer"};
 
 // A character that stands in a JSON text as it is: no quote, backslash, control character, and none
 // that UTF-8 does not have (U+D800 to U+DFFF).
@@ -95,6 +81,12 @@ class SchemaCheck {
       out.erase("minLength");
       out.erase("maxLength");
       out["pattern"] = fmt::format("^{}{{{},{}}}$", kCharacter, least.empty() ? "0" : least, most);
+    }
+    if (const auto format = out.find("format"); format != out.end() && may_be(schema, "string")) {
+      if (const auto pattern = pattern_of_format(format->get<std::string>())) {
+        out.erase("format");
+        out["pattern"] = *pattern;
+      }
     }
     // What the schema leaves open is said, because the library closes it in calls of tools.
     if (may_be(schema, "object") && !schema.contains("additionalProperties") &&
@@ -663,7 +655,7 @@ class SchemaCheck {
         refuse_schema(path + "/format", "\"format\" beside \"pattern\" is not supported");
       }
       if (const auto format = schema.find("format"); format != schema.end()) {
-        if (!format->is_string() || !kFormats.contains(format->get<std::string>())) {
+        if (!format->is_string() || !is_known_format(format->get<std::string>())) {
           refuse_schema(path + "/format", "the format " + format->dump() + " is not supported");
         }
       }
