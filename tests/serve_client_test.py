@@ -380,6 +380,42 @@ class ServeTest(unittest.TestCase):
         self.assertIn("t:7\n", text)
         self.assertIn(ask(1, max_tokens=4).choices[0].finish_reason, ("length", "stop"))
 
+    def test_tools_beside_a_format(self):
+        """An answer by a format may call a tool all the same, and one that must call has no text."""
+        schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a", "b"]}}}
+        tools = [tool("look", {"properties": {"n": {"enum": [1]}}, "required": ["n"], "additionalProperties": False})]
+        seen = set()
+        for seed in range(60):
+            choice = self.openai.chat.completions.create(
+                model="model", messages=[{"role": "user", "content": "a"}], tools=tools, seed=seed,
+                response_format=schema, parallel_tool_calls=False).choices[0]
+            seen.add(choice.finish_reason)
+            if choice.finish_reason == "stop":
+                self.assertIn(json.loads(choice.message.content), ("a", "b"))
+            elif choice.finish_reason == "tool_calls":
+                [call] = choice.message.tool_calls
+                self.assertIsInstance(json.loads(call.function.arguments), dict)
+            if {"stop", "tool_calls"} <= seen:
+                break
+        self.assertLessEqual({"stop", "tool_calls"}, seen)
+        required = self.until_ended(lambda seed: self.openai.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "a"}], tools=tools, seed=seed,
+            response_format=schema, tool_choice="required", parallel_tool_calls=False))
+        self.assertEqual(json.loads(required.message.tool_calls[0].function.arguments), {"n": 1})
+        for most in range(1, 12):  # cut off within the call
+            cut = self.openai.chat.completions.create(
+                model="model", messages=[{"role": "user", "content": "a"}], tools=tools, tool_choice="required",
+                seed=1, max_tokens=most).choices[0]
+            self.assertEqual((cut.finish_reason, cut.message.content or ""), ("length", ""))
+        # A stop text within the arguments ends the answer; the client is not told to make the call.
+        text = '<tool_call>{"name": "look", "arguments": {"n": "abc"}}</tool_call>'
+        for stop, reason in ((["bc"], "stop"), (["</tool"], "tool_calls")):
+            cut = self.openai.chat.completions.create(
+                model="model", messages=[{"role": "user", "content": "a"}], tools=tools, stop=stop,
+                extra_body={"grammar": f"root ::= {json.dumps(text)}"}).choices[0]
+            self.assertEqual(cut.finish_reason, reason)
+            self.assertEqual(cut.message.tool_calls[0].function.arguments[:8], '{"n": "a')
+
     def test_tools_in_responses(self):
         tools = [{"type": "function", "name": name, "strict": False, "parameters": {
             "type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}} for name in ("look", "say")]

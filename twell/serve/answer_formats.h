@@ -133,7 +133,7 @@ class ChatFormat final : public Format {
     return {{"index", event.sequence},
             {"delta", std::move(content)},
             {"logprobs", take_log_probs(collected)},
-            {"finish_reason", finish_reason(event.stop, has_calls(event.sequence))}};
+            {"finish_reason", finish_reason(event.stop, has_whole_calls(event.sequence))}};
   }
   void add(const AnswerEvent& event) override {
     for (ToolCallPiece& piece : read(event)) {
@@ -161,7 +161,7 @@ class ChatFormat final : public Format {
     return {{"index", sequence},
             {"message", std::move(message)},
             {"logprobs", take_log_probs(collected)},
-            {"finish_reason", finish_reason(collected.stop, has_calls(sequence))}};
+            {"finish_reason", finish_reason(collected.stop, has_whole_calls(sequence))}};
   }
   const char* object(bool chunk) const override {
     return chunk ? "chat.completion.chunk" : "chat.completion";
@@ -193,6 +193,10 @@ class ChatFormat final : public Format {
   }
   bool has_calls(size_t sequence) const {
     return !calls_.empty() && calls_[sequence].reader.calls() > 0;
+  }
+  // That a client can make. A stop text may have cut off the last one.
+  bool has_whole_calls(size_t sequence) const {
+    return has_calls(sequence) && !calls_[sequence].reader.is_cut();
   }
   nlohmann::ordered_json take_log_probs(Collected& collected) const {
     if (!log_probs_) return nullptr;

@@ -182,6 +182,8 @@ std::vector<BiasWish> parse_logit_bias(Fields& fields) {
                           std::ranges::all_of(key, [](char c) { return c >= '0' && c <= '9'; });
       if (number) {
         add(id_of(json(std::stoll(key))), bias);
+      } else if (key.size() > 1 && key[0] == '-' && key[1] >= '0' && key[1] <= '9') {
+        id_of(key);  // is no id, and hardly meant as a text
       } else {
         add(key, bias);
       }
@@ -407,6 +409,23 @@ bool is_tool_name(const std::string& name) {
   return !name.empty() && name.size() <= kMostToolName && std::ranges::all_of(name, fits);
 }
 
+// The schema of a call's arguments, which are an object.
+ordered_json object_schema(const std::string& name, const ordered_json& schema) {
+  if (const auto type = schema.find("type"); type != schema.end()) {
+    if (*type != "object") {
+      refuse(name, "expected a schema of the type \"object\", got " + shown(*type));
+    }
+    return schema;
+  }
+  // Of these, each alternative says what it is.
+  for (const char* keyword : {"$ref", "allOf", "anyOf", "oneOf", "enum", "const"}) {
+    if (schema.contains(keyword)) return schema;
+  }
+  ordered_json out = {{"type", "object"}};
+  out.update(schema);
+  return out;
+}
+
 // A tool that may be called. nested: its function stands in an object "function", as in chats, or
 // in the tool itself, as in responses. ordered: the tool with the client's order of keys.
 Tool parse_tool(const json& value, const std::string& at, bool nested,
@@ -426,8 +445,10 @@ Tool parse_tool(const json& value, const std::string& at, bool nested,
   }
   function.text("description");
   if (const json* schema = function.find("parameters"); schema != nullptr) {
-    if (!schema->is_object()) refuse(name + ".parameters", "expected a JSON schema");
-    tool.parameters = (nested ? ordered["function"] : ordered)["parameters"].dump();
+    const std::string parameters = name + ".parameters";
+    if (!schema->is_object()) refuse(parameters, "expected a JSON schema");
+    tool.parameters =
+        object_schema(parameters, (nested ? ordered["function"] : ordered)["parameters"]).dump();
   }
   function.finish();
   if (nested) outer.finish();
@@ -508,7 +529,10 @@ void parse_tools(Fields& fields, std::string_view body, bool nested, ChatRequest
     refuse("tool_choice",
            "expected \"none\", \"auto\", \"required\" or a function, got " + shown(*choice));
   }
-  if (request.options.grammar && request.calls.choice == ToolChoice::kRequired) {
+  // A format holds for texts, of which an answer that must be a call has none.
+  const std::optional<GrammarText>& grammar = request.options.grammar;
+  if (grammar && grammar->kind == GrammarText::Kind::kEbnf &&
+      request.calls.choice == ToolChoice::kRequired) {
     refuse("tool_choice", fmt::format("does not go with \"{}\"", request.options.grammar_field));
   }
   request.tools_json = shown_tools.dump();
@@ -534,8 +558,9 @@ std::string normalized_messages(Fields& fields) {
   for (size_t i = 0; i < value->size(); ++i) {
     const std::string name = fmt::format("messages[{}]", i);
     Fields message((*value)[i], name);
-    const std::string role = message.text("role");
+    std::string role = message.text("role");
     if (role.empty()) refuse(name + ".role", "missing");
+    if (role == "developer") role = "system";  // what templates call it
     std::string content;
     const json* calls = message.find("tool_calls");
     if (calls != nullptr && calls->is_array() && calls->empty()) calls = nullptr;
@@ -567,6 +592,7 @@ std::string normalized_messages(Fields& fields) {
       normalized["tool_call_id"] = id;
     }
     message.unsupported("refusal", nullptr, "not supported");
+    message.unsupported("annotations", json::array(), "not supported");
     message.finish();
     out.push_back(std::move(normalized));
   }
@@ -753,7 +779,11 @@ ResponseRequest parse_response(std::string_view body, int64_t most_sequences) {
   fields.unsupported("prompt", nullptr, stateless);
   fields.unsupported("background", false, stateless);
   fields.unsupported("truncation", "disabled", "only \"disabled\" is supported");
-  fields.unsupported("reasoning", json::object(), "not supported; leave it out");
+  if (const json* reasoning = fields.find("reasoning"); reasoning != nullptr) {
+    bool says_nothing = reasoning->is_object();
+    for (const json& setting : *reasoning) says_nothing = says_nothing && setting.is_null();
+    if (!says_nothing) refuse("reasoning", "not supported; leave it out");
+  }
   fields.unsupported("max_tool_calls", nullptr, "bounds built-in tools, of which there are none");
   ordered_json answer_format = {{"type", "text"}};
   if (const json* text = fields.find("text"); text != nullptr) {

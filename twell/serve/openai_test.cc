@@ -114,9 +114,9 @@ TEST(OpenAi, BiasesAsAnObjectOrAList) {
   ASSERT_EQ(list.size(), 2u);
   EXPECT_EQ(std::get<int32_t>(list[0].token), 12);
   EXPECT_EQ(std::get<std::string>(list[1].token), "12");
-  for (const char* wrong :
-       {"1", R"("a")", R"({"1": 101})", R"({"1": "2"})", R"({"1": null})", R"({"": 1})", "[1]",
-        "[[1]]", "[[-1, 2]]", "[[1.5, 2]]", R"({"9999999999": 1})", "[[1, -100.1]]"}) {
+  for (const char* wrong : {"1", R"("a")", R"({"1": 101})", R"({"1": "2"})", R"({"1": null})",
+                            R"({"": 1})", R"({"-1": 1})", "[1]", "[[1]]", "[[-1, 2]]", "[[1.5, 2]]",
+                            R"({"9999999999": 1})", "[[1, -100.1]]"}) {
     const ApiError error =
         completion_error(R"({"prompt": "a", "logit_bias": )" + std::string(wrong) + "}");
     EXPECT_EQ(error.status, 400) << wrong;
@@ -331,6 +331,49 @@ TEST(OpenAi, ToolsAndTheirHistory) {
   ASSERT_EQ(named.tools.size(), 1u);
   EXPECT_EQ(named.tools[0].name, "a");
   EXPECT_EQ(named.tools_json, request.tools_json);
+}
+
+// The arguments of a call are an object, so other schemas are refused, and one without a type is of
+// objects.
+TEST(OpenAi, ParametersAreObjects) {
+  const auto body = [](const std::string& parameters) {
+    return R"({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function",
+              "function": {"name": "f", "parameters": )" +
+           parameters + "}}]}";
+  };
+  for (const auto& [given, read] :
+       {std::pair(R"({})", R"({"type":"object"})"),
+        {R"({"properties":{"b":{},"a":{}}})", R"({"type":"object","properties":{"b":{},"a":{}}})"},
+        {R"({"$ref":"#/$defs/a"})", R"({"$ref":"#/$defs/a"})"}}) {
+    EXPECT_EQ(parse_chat(body(given), kMost).tools[0].parameters, read);
+  }
+  for (const char* type : {R"("array")", R"(["object", "null"])", "1"}) {
+    const ApiError error = chat_error(body(std::string(R"({"type": )") + type + "}"));
+    EXPECT_EQ(error.status, 400);
+    EXPECT_EQ(error.param, "tools[0].function.parameters");
+    EXPECT_THAT(error.what(), HasSubstr("object"));
+  }
+}
+
+// A format holds for texts, so it may stand beside a call that must be made; a grammar may not.
+TEST(OpenAi, FormatsBesideRequiredCalls) {
+  const std::string begin =
+      R"({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required",
+      "tools": [{"type": "function", "function": {"name": "f"}}], )";
+  EXPECT_NO_THROW(parse_chat(begin + R"("response_format": {"type": "json_object"}})", kMost));
+  EXPECT_EQ(chat_error(begin + R"("grammar": "root ::= \"a\""})").param, "tool_choice");
+}
+
+TEST(OpenAi, WhatOtherServersAnswerGoesBackIntoTheHistory) {
+  EXPECT_EQ(parse_chat(R"({"messages": [{"role": "developer", "content": "s"},
+                           {"role": "assistant", "content": "b", "annotations": []}]})",
+                       kMost)
+                .messages_json,
+            R"([{"role":"system","content":"s"},{"role":"assistant","content":"b"}])");
+  EXPECT_EQ(
+      chat_error(R"({"messages": [{"role": "assistant", "content": "b", "annotations": [1]}]})")
+          .param,
+      "messages[0].annotations");
 }
 
 TEST(OpenAi, ErrorsHaveOpenAisForm) {

@@ -89,7 +89,7 @@ void ResponseFormat::take(const AnswerEvent& event, std::string* stream) {
   if (items_.empty() || (in_message() && !waiting_log_probs_.empty())) add_text("", stream);
   if (items_.empty()) open({.id = "msg_" + number_ + "_0"}, stream);
   const char* status = finish_reason(event.stop) == "stop" ? "completed" : "incomplete";
-  if (is_open_) close(status, stream);
+  if (is_open_) close(tools_ && tools_->is_cut() ? "incomplete" : status, stream);
   status_ = status;
 }
 

@@ -283,6 +283,21 @@ TEST(Responses, CallsAreItems) {
   EXPECT_EQ(cut.response()["output"][1]["arguments"], R"({"a": [1, )");
 }
 
+// A stop text within the arguments leaves a call that nobody can make.
+TEST(Responses, ACallThatWasCutIsIncomplete) {
+  const Tokenizer tokenizer = byte_tokenizer();
+  const ToolCallReader reader(ToolForm::kHermes, {"f"}, 9);
+  const ResponseRequest request = request_of(
+      R"("input": "a", "reasoning": {"effort": null}, "tools": [{"type": "function", "name": "f"}])");
+  for (const auto& [arguments, status] :
+       {std::pair("{\"a\": 1}", "completed"), {"{\"a\": ", "incomplete"}}) {
+    ResponseFormat format(tokenizer, request, "1", "m", 5, &reader);
+    format.add({.text = std::string(R"(<tool_call>{"name": "f", "arguments": )") + arguments,
+                .stop = StopReason::kStopString});
+    EXPECT_EQ(format.response()["output"][0]["status"], status);
+  }
+}
+
 TEST(Responses, AFailureEndsTheStream) {
   const Tokenizer tokenizer = byte_tokenizer();
   ResponseFormat format(tokenizer, request_of(R"("input": "a")"), "1", "m", 5);

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "twell/base/error.h"
+#include "twell/grammar/json_schema.h"
 #include "twell/infer/generate.h"
 #include "twell/serve/metrics.h"
 #include "twell/serve/openai.h"
@@ -74,6 +75,7 @@ constexpr const char* kServerSentEvents = "text/event-stream";
 constexpr const char* kLastEvent = "data: [DONE]\n\n";
 constexpr const char* kResponses = "/v1/responses";
 constexpr const char* kOneModel = "/v1/models/";
+constexpr const char* kSchemaName = "the JSON schema";
 
 std::vector<int32_t> joined(std::vector<int32_t> some, const std::vector<int32_t>& others) {
   some.insert(some.end(), others.begin(), others.end());
@@ -491,20 +493,25 @@ std::optional<ToolCallReader> Routes::prepare_tools(ChatRequest& request) const 
                    "tools");
   }
   AnswerOptions& options = request.options;
-  if (!options.grammar) {
+  const bool required = request.calls.choice == ToolChoice::kRequired;
+  // A grammar of the client's own says what the whole answer is, calls included.
+  if (!options.grammar || options.grammar->kind != GrammarText::Kind::kEbnf) {
+    if (options.grammar && options.grammar->kind == GrammarText::Kind::kJsonSchema) {
+      of_grammar(options, [&] { return checked_json_schema(options.grammar->text, kSchemaName); });
+    }
     try {
-      options.grammar = tool_grammar(*form, request.tools, request.calls);
+      options.grammar = tool_grammar(*form, request.tools, request.calls, options.grammar);
     } catch (const InputError& error) {
       throw ApiError(400, fmt::format("tools: {}", error.what()), "tools");
     }
-    options.grammar_field = "tools";
+    if (required || options.grammar_field.empty()) options.grammar_field = "tools";
     if (options.grammar && options.ignore_end_of_text) {
       throw ApiError(400, "ignore_eos: does not go with calls of tools", "ignore_eos");
     }
   }
   std::set<std::string> names;
   for (const Tool& tool : request.tools) names.insert(tool.name);
-  return ToolCallReader(*form, std::move(names), request.calls.parallel ? INT32_MAX : 1);
+  return ToolCallReader(*form, std::move(names), request.calls.parallel ? INT32_MAX : 1, required);
 }
 
 HttpReply Routes::begin(std::unique_ptr<Job> job, const char* path,

@@ -42,6 +42,19 @@ size_t partial_mark(std::string_view text, std::string_view mark) {
   return 0;
 }
 
+ordered_json any_object() { return {{"type", "object"}, {"additionalProperties", true}}; }
+
+ordered_json schema_format(ordered_json schema) {
+  return {{"type", "json_schema"}, {"json_schema", std::move(schema)}, {"max_whitespace_cnt", 32}};
+}
+
+// The part of a structural tag that is JSON, any object or by a schema.
+ordered_json json_format(const GrammarText& text) {
+  if (text.kind == GrammarText::Kind::kJson) return schema_format(any_object());
+  TWELL_CHECK(text.kind == GrammarText::Kind::kJsonSchema, "a text that is no JSON beside calls");
+  return schema_format(ordered_json::parse(checked_json_schema(text.text, "the JSON schema")));
+}
+
 // The text of a JSON string with its quotes; nothing if it is none.
 std::optional<std::string> string_of(std::string_view text) {
   try {
@@ -71,10 +84,12 @@ std::vector<std::string> tool_marks() {
 }
 
 std::optional<GrammarText> tool_grammar(ToolForm form, const std::vector<Tool>& tools,
-                                        const ToolCallLimits& limits) {
-  if (limits.choice == ToolChoice::kNone || tools.empty()) return std::nullopt;
+                                        const ToolCallLimits& limits,
+                                        const std::optional<GrammarText>& text) {
+  if (limits.choice == ToolChoice::kNone || tools.empty()) return text;
   const bool any_strict = std::ranges::any_of(tools, &Tool::strict);
-  const bool free = limits.choice == ToolChoice::kAuto;
+  const bool may_be_text = limits.choice == ToolChoice::kAuto;
+  const bool free = may_be_text && !text;
   // Answers of Llama's form begin with a call or have none, so there is no mark to wait for.
   if (free && (form == ToolForm::kLlama3 || (!any_strict && limits.parallel))) return std::nullopt;
   if (free && form == ToolForm::kMistral && !any_strict) return std::nullopt;
@@ -88,8 +103,8 @@ std::optional<GrammarText> tool_grammar(ToolForm form, const std::vector<Tool>& 
                                                : "";
   ordered_json tags = ordered_json::array();
   for (const Tool& tool : tools) {
-    ordered_json schema = {{"type", "object"}, {"additionalProperties", true}};
-    if (!tool.parameters.empty() && (tool.strict || !free)) {
+    ordered_json schema = any_object();
+    if (!tool.parameters.empty() && (tool.strict || !may_be_text)) {
       const std::string name = fmt::format("the parameters of the function \"{}\"", tool.name);
       try {
         schema = ordered_json::parse(checked_json_schema(tool.parameters, name));
@@ -100,10 +115,7 @@ std::optional<GrammarText> tool_grammar(ToolForm form, const std::vector<Tool>& 
     tags.push_back({{"type", "tag"},
                     {"begin", fmt::format("{}{{\"name\": {}, \"{}\": ", begin,
                                           json(tool.name).dump(), arguments_key(form))},
-                    {"content",
-                     {{"type", "json_schema"},
-                      {"json_schema", std::move(schema)},
-                      {"max_whitespace_cnt", 32}}},
+                    {"content", schema_format(std::move(schema))},
                     {"end", "}" + end}});
   }
   ordered_json format;
@@ -126,6 +138,9 @@ std::optional<GrammarText> tool_grammar(ToolForm form, const std::vector<Tool>& 
                   {{"type", "const_string"}, {"value", "]"}}}}};
     }
   }
+  if (may_be_text && text) {
+    format = {{"type", "or"}, {"elements", {std::move(format), json_format(*text)}}};
+  }
   return GrammarText{
       GrammarText::Kind::kTags,
       ordered_json{{"type", "structural_tag"}, {"format", std::move(format)}}.dump()};
@@ -140,10 +155,12 @@ std::string ToolCallIds::id(size_t sequence, int64_t call) const {
   return short_ ? fmt::format("{:09x}", number & 0xfffffffff) : fmt::format("call_{:024x}", number);
 }
 
-ToolCallReader::ToolCallReader(ToolForm form, std::set<std::string> names, int64_t most_calls)
+ToolCallReader::ToolCallReader(ToolForm form, std::set<std::string> names, int64_t most_calls,
+                               bool only_calls)
     : form_(form),
       names_(std::move(names)),
       most_calls_(most_calls),
+      only_calls_(only_calls),
       place_(form == ToolForm::kLlama3 ? Place::kBeforeCall : Place::kText) {}
 
 ToolCallReader::Found ToolCallReader::push(std::string_view text, bool ends) {
@@ -153,13 +170,17 @@ ToolCallReader::Found ToolCallReader::push(std::string_view text, bool ends) {
   }
   if (ends) {
     // What is left of a call that has not begun is text; of one that has, its arguments are sent.
-    if (place_ == Place::kCall && told_) end_call();
+    if (place_ == Place::kCall && told_) {
+      is_cut_ = !arguments_end_;
+      end_call();
+    }
     if (place_ == Place::kBeforeCall || place_ == Place::kCall) give_up(found);
     // Blanks between calls belong to neither.
     const bool blank = rest_.find_first_not_of(kBlanks) == std::string::npos;
     if (place_ == Place::kText && (calls_ == 0 || !blank)) found.text += rest_;
     rest_.clear();
   }
+  if (only_calls_) found.text.clear();
   return found;
 }
 

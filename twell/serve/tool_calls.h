@@ -45,10 +45,12 @@ struct ToolCallLimits {
   bool parallel = true;  // several calls in an answer
 };
 
-// The grammar that answers are drawn by; none for a free text in which nothing must hold.
-// InputError for a schema that cannot be used, with the tool's name.
+// The grammar that answers are drawn by; none for a free text in which nothing must hold. text:
+// what answers without calls are drawn by, JSON or a JSON schema; none: they are any text.
+// InputError for a tool's schema that cannot be used, with the tool's name.
 std::optional<GrammarText> tool_grammar(ToolForm form, const std::vector<Tool>& tools,
-                                        const ToolCallLimits& limits);
+                                        const ToolCallLimits& limits,
+                                        const std::optional<GrammarText>& text = std::nullopt);
 
 // A part of a call. The first of each call has its name.
 struct ToolCallPiece {
@@ -70,8 +72,10 @@ class ToolCallIds {
 
 class ToolCallReader {
  public:
-  // most_calls: further ones are dropped. names: of the tools.
-  ToolCallReader(ToolForm form, std::set<std::string> names, int64_t most_calls);
+  // most_calls: further ones are dropped. names: of the tools. only_calls: answers have no text, so
+  // that the beginning of a call that was cut off is dropped.
+  ToolCallReader(ToolForm form, std::set<std::string> names, int64_t most_calls,
+                 bool only_calls = false);
 
   struct Found {
     std::string text;  // that is no call
@@ -80,6 +84,7 @@ class ToolCallReader {
   // What is new. ends: nothing follows.
   Found push(std::string_view text, bool ends);
   int64_t calls() const { return calls_; }  // so far, complete or not
+  bool is_cut() const { return is_cut_; }   // the answer ended within the last call's arguments
   ToolForm form() const { return form_; }
 
  private:
@@ -96,6 +101,8 @@ class ToolCallReader {
   ToolForm form_;
   std::set<std::string> names_;
   int64_t most_calls_;
+  bool only_calls_;
+  bool is_cut_ = false;
   int64_t calls_ = 0;
   Place place_;
   std::string rest_;    // not yet read

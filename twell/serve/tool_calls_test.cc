@@ -127,6 +127,36 @@ TEST(ToolCalls, ArgumentsAreSentWhileTheyGrow) {
   EXPECT_EQ(found.pieces[0].arguments, "\": 1");
 }
 
+// Of an answer that must be a call, what was cut off is neither a call nor a text.
+TEST(ToolCalls, WhatWasCutOffIsNoTextWhereThereAreOnlyCalls) {
+  const std::string call = R"(<tool_call>{"name": "f", "arguments": {}}</tool_call>)";
+  for (const char* rest : {"<", "<tool_call>\n", "<tool_call>{\"name\": \"f\", \"arg", "\n"}) {
+    for (const bool only_calls : {false, true}) {
+      ToolCallReader first(ToolForm::kHermes, {"f"}, 9, only_calls);
+      EXPECT_EQ(first.push(rest, true).text.empty(), only_calls) << rest;
+      ToolCallReader second(ToolForm::kHermes, {"f"}, 9, only_calls);
+      const auto found = second.push(call + rest, true);
+      EXPECT_EQ(found.text.empty(), only_calls || std::string_view(rest) == "\n") << rest;
+      EXPECT_EQ(found.pieces.size(), 1u);
+      EXPECT_FALSE(second.is_cut());
+    }
+  }
+}
+
+TEST(ToolCalls, ACallThatEndsWithinItsArgumentsIsCut) {
+  const std::string call = R"(<tool_call>{"name": "f", "arguments": {"a": 1})";
+  for (const auto& [text, cut] :
+       {std::pair(call, false),
+        {call + "}</tool_call>", false},
+        {call + "}<tool_call>", false},
+        {call.substr(0, call.size() - 1), true},
+        {call + "}</tool_call>" + call.substr(0, call.size() - 2), true}}) {
+    ToolCallReader reader(ToolForm::kHermes, {"f"}, 9);
+    reader.push(text, true);
+    EXPECT_EQ(reader.is_cut(), cut) << text;
+  }
+}
+
 // Also those of the other choices of a request.
 TEST(ToolCalls, EveryCallHasAnIdOfItsOwn) {
   for (const ToolForm form : {ToolForm::kHermes, ToolForm::kMistral}) {
@@ -220,6 +250,24 @@ TEST(ToolCalls, TheirGrammarsGiveThem) {
   EXPECT_TRUE(fits(listed, "See " + call + "]"));
   EXPECT_FALSE(fits(listed, "See " + call));
   EXPECT_FALSE(fits(listed, call + "] and"));
+  // Beside a format of texts an answer is either a text of it or calls.
+  const GrammarText number{GrammarText::Kind::kJsonSchema, R"({"enum": [7, 8]})"};
+  const GrammarText object{GrammarText::Kind::kJson, ""};
+  const std::string llama = one("{}", "f", "parameters", R"({"a": 3})");
+  const std::string mistral = "[TOOL_CALLS][" + list + "]";
+  for (const auto& [form, calls] :
+       {std::pair(kHermes, a), {kHermes, a + "\n" + b}, {kLlama3, llama}, {kMistral, mistral}}) {
+    const GrammarText either = *tool_grammar(form, tools, {}, number);
+    EXPECT_TRUE(fits(either, "7"));
+    EXPECT_TRUE(fits(either, calls)) << calls;
+    EXPECT_FALSE(fits(either, "9"));
+    EXPECT_FALSE(fits(either, "7" + calls));
+    EXPECT_FALSE(fits(either, "Hello"));
+    EXPECT_FALSE(fits(either, ""));
+    EXPECT_TRUE(fits(*tool_grammar(form, tools, {}, object), R"({"x": [1]})"));
+    EXPECT_FALSE(fits(*tool_grammar(form, tools, required, number), "7"));
+  }
+  EXPECT_EQ(tool_grammar(kHermes, {}, {}, number), number);
   EXPECT_THROW(tool_grammar(kHermes, {{"f", R"({"not": {}})", false}}, required), InputError);
   EXPECT_NO_THROW(tool_grammar(kHermes, {{"f", R"({"not": {}})", false}}, {}));
 }
