@@ -6,7 +6,6 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/base/error.h"
-#include "twell/model/scorer_cpu.h"
 #include "twell/tasks/choice_tokens.h"
 #include "twell/tasks/task_run.h"
 
@@ -42,10 +41,9 @@ void TaskComparison::check(const ModelConfig& config, const Tokenizer& tokenizer
   }
 }
 
-bool TaskComparison::run(Context& ctx, const Model& original, const Model& sparse,
-                         const Tokenizer& tokenizer, const std::atomic<bool>& cancel,
-                         ProgressLine& progress) {
-  const auto run_model = [&](const Model& model, const char* name, TaskAccuracy Row::*result) {
+bool TaskComparison::run(Scorer& original, Scorer& sparse, const Tokenizer& tokenizer,
+                         const std::atomic<bool>& cancel, ProgressLine& progress) {
+  const auto run_model = [&](Scorer& scorer, const char* name, TaskAccuracy Row::*result) {
     TaskRunOptions options;
     options.cancel = &cancel;
     options.on_progress = [&](const TaskProgress& now) {
@@ -53,7 +51,6 @@ bool TaskComparison::run(Context& ctx, const Model& original, const Model& spars
           fmt::format("{}: {}  {}/{} items", name, now.task->name, now.items_done, now.items),
           now.items_done == now.items);
     };
-    ScorerCpu scorer(ctx, model);
     TaskRunner runner(scorer, tokenizer, options);
     for (Row& row : rows_) {
       const std::optional<TaskAccuracy> accuracy = runner.run(*row.task, row.data);

@@ -11,8 +11,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "cli/progress_line.h"
-#include "twell/base/context.h"
-#include "twell/model/weights.h"
+#include "twell/model/scorer.h"
 #include "twell/tasks/accuracy.h"
 #include "twell/tasks/task_file.h"
 #include "twell/tokenizer/tokenizer.h"
@@ -33,8 +32,8 @@ class TaskComparison {
   bool empty() const { return rows_.empty(); }
   // InputError when an item does not fit this model.
   void check(const ModelConfig& config, const Tokenizer& tokenizer) const;
-  // Runs both models on the CPU. Returns false when cancelled.
-  bool run(Context& ctx, const Model& original, const Model& sparse, const Tokenizer& tokenizer,
+  // Runs both models. Returns false when cancelled.
+  bool run(Scorer& original, Scorer& sparse, const Tokenizer& tokenizer,
            const std::atomic<bool>& cancel, ProgressLine& progress);
   // Prints the results of a finished run: acc_norm where a task has it, else acc.
   void print() const;

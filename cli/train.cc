@@ -24,6 +24,7 @@
 #include "twell/base/error.h"
 #include "twell/base/file.h"
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/infer/engine.h"
 #include "twell/infer/text_sampler.h"
 #include "twell/train/chat_run.h"
 #include "twell/train/plan.h"
@@ -276,19 +277,26 @@ struct TrainCommand {
   fs::path shards() const { return flags.shards.empty() ? common.out / "shards" : flags.shards; }
 };
 
-// Puts the original and the sparse model side by side. Returns false when it was interrupted.
-bool compare_models(TrainCommand& line, Context& ctx, StartedRun& started, const TrainingData& data,
+// Puts the original and the sparse model side by side, on the device that trained. Returns false
+// when it was interrupted.
+bool compare_models(TrainCommand& line, const TrainOptions& options, bool on_gpu,
+                    const fs::path& checkpoint, const TrainingData& data,
                     const Tokenizer& tokenizer, ProgressLine& progress) {
-  const TrainOptions& options = started.options();
   const ValidationOptions held_out{.sequences = options.validation_sequences,
                                    .length = options.sequence_length,
                                    .document_mask = options.document_mask};
-  const SideBySide figures =
-      compare_side_by_side(ctx, *started.original(), started.model(), data, held_out);
-  if (!line.tasks.run(ctx, *started.original(), started.model(), tokenizer, stop_on_signals(),
-                      progress)) {
-    return false;
-  }
+  const ScorerPlan plan = side_by_side_plan(held_out);
+  const auto load = [&](const fs::path& folder) {
+    CommonOptions common = line.common;
+    common.device = on_gpu ? "cuda" : "cpu";
+    common.checkpoint = folder;
+    return load_engine(common, {.scorer = plan});
+  };
+  const std::unique_ptr<Engine> before = load(line.flags.settings.from), after = load(checkpoint);
+  const std::unique_ptr<Scorer> original = before->scorer(FfnPolicy::kAuto),
+                                sparse = after->scorer(FfnPolicy::kAuto);
+  const SideBySide figures = compare_side_by_side(*original, *sparse, data, held_out);
+  if (!line.tasks.run(*original, *sparse, tokenizer, stop_on_signals(), progress)) return false;
   print_side_by_side(figures, line.tasks, line.common.out);
   return true;
 }
@@ -404,7 +412,9 @@ int train_rank(TrainCommand& line, ModelConfig config, const TrainOptions& reque
   if (!ranks.first()) return summary.interrupted ? interrupted_exit_code() : kExitOk;
   print_summary(summary, options, resume_from.has_value());
   const bool compares = flags.settings.relufy && !summary.interrupted && options.validate_every > 0;
-  const bool whole = !compares || compare_models(line, ctx, started, data, tokenizer, progress);
+  started.drop_engine();
+  const bool whole = !compares || compare_models(line, options, device.on_gpu(), summary.checkpoint,
+                                                 data, tokenizer, progress);
   return summary.interrupted || !whole ? interrupted_exit_code() : kExitOk;
 }
 

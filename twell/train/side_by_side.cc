@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "twell/base/error.h"
 #include "twell/data/batch_sampler.h"
-#include "twell/model/forward.h"
 
 namespace twell {
 namespace {
@@ -15,49 +15,98 @@ namespace {
 constexpr int kPasses = 5;  // timed passes of each model, alternating
 constexpr int64_t kTimedSequences = 8;
 
+// Sequences of a batch that keeps the scorer's device busy.
+int64_t sequences_of_batch(int64_t batch_tokens, int64_t length) {
+  return std::max<int64_t>(1, batch_tokens / length);
+}
+
 // Times repeated passes of one model over the timed tokens.
 class Runner {
  public:
-  Runner(Context& ctx, const Model& model, const std::vector<int32_t>& ids, int64_t length)
-      : ctx_(ctx),
-        model_(model),
+  Runner(Scorer& scorer, const std::vector<int32_t>& ids, int64_t length)
+      : scorer_(scorer),
         ids_(ids),
-        sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length}),
-        state_(model.config, FfnPolicy::kAuto),
-        hidden_(std::ssize(ids) * model.config.width) {
-    pass();  // not timed, because it allocates memory and makes plans
-    seconds_.clear();
+        sequences_(ids.size() / static_cast<size_t>(length), {.tokens = length}) {
+    // The first pass allocates memory, and like those that decide on executions it is not timed.
+    const ModelConfig& config = scorer.config();
+    std::vector<std::vector<int32_t>> row_nnz;
+    const bool counts = leaves_zeros(config.activation);
+    for (int i = 0; i <= scorer.deciding_batches(); ++i) run(counts ? &row_nnz : nullptr);
+    for (const std::vector<int32_t>& layer : row_nnz) {
+      for (const int32_t nnz : layer) active_ += nnz;
+    }
+    active_ /= static_cast<double>(std::ssize(ids) * config.layers);
+    if (!counts) active_ = static_cast<double>(config.ffn);
   }
 
   void pass() {
     const auto start = std::chrono::steady_clock::now();
-    forward(ctx_, model_, state_,
-            {.ids = ids_,
-             .sequences = sequences_,
-             .hidden = hidden_.matrix(std::ssize(ids_), model_.config.width)});
+    run(nullptr);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     seconds_.push_back(elapsed.count());
   }
 
   ModelFigures figures(double ce) {
-    ModelFigures out{.ce = ce};
-    for (const FfnPlan& plan : state_.ffn_plans) out.active_per_token += plan.nnz_per_token();
-    out.active_per_token /= static_cast<double>(model_.config.layers);
-    out.active_share = out.active_per_token / static_cast<double>(model_.config.ffn);
     std::sort(seconds_.begin(), seconds_.end());
-    out.tokens_per_second = static_cast<double>(ids_.size()) / seconds_[seconds_.size() / 2];
-    return out;
+    return {.ce = ce,
+            .active_per_token = active_,
+            .active_share = active_ / static_cast<double>(scorer_.config().ffn),
+            .tokens_per_second = static_cast<double>(ids_.size()) / seconds_[seconds_.size() / 2]};
   }
 
  private:
-  Context& ctx_;
-  const Model& model_;
+  // Scores one token, so that nearly all of the time goes into the layers.
+  void run(std::vector<std::vector<int32_t>>* row_nnz) {
+    const int64_t row = 0;
+    float loss = 0.0F;
+    scorer_.score({.ids = ids_,
+                   .sequences = sequences_,
+                   .rows = {&row, 1},
+                   .targets = {ids_.data(), 1},
+                   .row_nnz = row_nnz},
+                  {&loss, 1});
+  }
+
+  Scorer& scorer_;
   const std::vector<int32_t>& ids_;
   std::vector<ForwardSequence> sequences_;
-  ForwardState state_;
-  Buffer<float> hidden_;
+  double active_ = 0.0;  // per token and layer
   std::vector<double> seconds_;
 };
+
+// Mean in nats per token.
+double held_out_cross_entropy(Scorer& scorer, const TrainingData& data,
+                              const ValidationOptions& options) {
+  const ValidationWindows windows(data, options);
+  const int64_t per_batch = sequences_of_batch(scorer.good_batch(), options.length);
+  double loss = 0.0;
+  int64_t tokens = 0;
+  for (int64_t begin = 0; begin < windows.sequences(); begin += per_batch) {
+    const int64_t count = std::min(per_batch, windows.sequences() - begin);
+    std::vector<int32_t> inputs(static_cast<size_t>(count * options.length)), all(inputs.size());
+    std::vector<int64_t> documents;
+    windows.read(begin, count, inputs, all, documents);
+    if (!options.document_mask) documents.assign(static_cast<size_t>(count), options.length);
+    const std::vector<ForwardSequence> sequences = [&] {
+      std::vector<ForwardSequence> out;
+      for (const int64_t length : documents) out.push_back({.tokens = length});
+      return out;
+    }();
+    std::vector<int64_t> rows;
+    std::vector<int32_t> targets;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (all[i] < 0) continue;  // a document's last token
+      rows.push_back(static_cast<int64_t>(i));
+      targets.push_back(all[i]);
+    }
+    std::vector<float> losses(rows.size());
+    scorer.score({.ids = inputs, .sequences = sequences, .rows = rows, .targets = targets}, losses);
+    for (const float x : losses) loss += x;
+    tokens += std::ssize(losses);
+  }
+  TWELL_CHECK(tokens > 0, "no validation tokens in {} sequences", windows.sequences());
+  return loss / static_cast<double>(tokens);
+}
 
 nlohmann::json figures_json(const ModelFigures& figures) {
   return {{"ce", figures.ce},
@@ -68,8 +117,8 @@ nlohmann::json figures_json(const ModelFigures& figures) {
 
 }  // namespace
 
-SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model& sparse,
-                                const TrainingData& data, const ValidationOptions& options) {
+SideBySide compare_side_by_side(Scorer& original, Scorer& sparse, const TrainingData& data,
+                                const ValidationOptions& options) {
   const BatchSampler sampler(data, Split::kValidation, options.length, 0, false);
   const int64_t timed = std::min(kTimedSequences, sampler.windows());
   const size_t length = static_cast<size_t>(options.length);
@@ -77,17 +126,23 @@ SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model
   for (int64_t i = 0; i < timed; ++i) {
     sampler.sequence(i, std::span(ids).subspan(static_cast<size_t>(i) * length, length), targets);
   }
-  Runner first(ctx, original, ids, options.length), second(ctx, sparse, ids, options.length);
+  Runner first(original, ids, options.length), second(sparse, ids, options.length);
   for (int pass = 0; pass < kPasses; ++pass) {
     first.pass();
     second.pass();
   }
   SideBySide out;
-  out.original = first.figures(validation_cross_entropy(ctx, original, data, options));
-  out.sparse = second.figures(validation_cross_entropy(ctx, sparse, data, options));
+  out.original = first.figures(held_out_cross_entropy(original, data, options));
+  out.sparse = second.figures(held_out_cross_entropy(sparse, data, options));
   out.validation_sequences = std::min(options.sequences, sampler.windows());
   out.timed_tokens = std::ssize(ids);
   return out;
+}
+
+ScorerPlan side_by_side_plan(const ValidationOptions& options) {
+  const int64_t sequences =
+      std::max(kTimedSequences, sequences_of_batch(kGpuBatchTokens, options.length));
+  return {.tokens = sequences * options.length, .sequences = sequences, .length = options.length};
 }
 
 nlohmann::json side_by_side_json(const SideBySide& figures) {

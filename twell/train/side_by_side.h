@@ -6,10 +6,9 @@
 
 #include <nlohmann/json_fwd.hpp>
 
-#include "twell/base/context.h"
 #include "twell/data/training_data.h"
-#include "twell/model/weights.h"
-#include "twell/train/validation.h"
+#include "twell/model/scorer.h"
+#include "twell/train/micro_batches.h"
 
 namespace twell {
 
@@ -17,7 +16,7 @@ struct ModelFigures {
   double ce = 0.0;                 // nats per token
   double active_per_token = 0.0;   // active neurons, mean over layers
   double active_share = 0.0;       // of all neurons
-  double tokens_per_second = 0.0;  // in the layers alone, median of passes
+  double tokens_per_second = 0.0;  // in the layers, median of passes
 };
 
 struct SideBySide {
@@ -27,9 +26,12 @@ struct SideBySide {
   int64_t timed_tokens = 0;  // per pass
 };
 
-// Each model runs its fastest executions. `options` are those of the run's validation.
-SideBySide compare_side_by_side(Context& ctx, const Model& original, const Model& sparse,
-                                const TrainingData& data, const ValidationOptions& options);
+// The scorers' policy is to be auto, so that each model runs its fastest executions. `options` are
+// those of the run's validation; its micro-batch does not matter.
+SideBySide compare_side_by_side(Scorer& original, Scorer& sparse, const TrainingData& data,
+                                const ValidationOptions& options);
+// What such scorers will be given, for planning the memory of a device.
+ScorerPlan side_by_side_plan(const ValidationOptions& options);
 nlohmann::json side_by_side_json(const SideBySide& figures);
 
 }  // namespace twell

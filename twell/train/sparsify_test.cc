@@ -9,10 +9,12 @@
 #include <nlohmann/json.hpp>
 
 #include "twell/checkpoint/checkpoint.h"
+#include "twell/model/scorer_cpu.h"
 #include "twell/train/run.h"
 #include "twell/train/side_by_side.h"
 #include "twell/train/test_run.h"
 #include "twell/train/trainer.h"
+#include "twell/train/validation.h"
 
 namespace twell {
 namespace {
@@ -126,8 +128,12 @@ TEST_F(SparsifyTest, SideBySideMeasuresBoth) {
   const auto original = silu_model();
   auto sparse = silu_model();
   sparse->set_activation(Activation::kRelu);
+  ScorerCpu dense_scorer(ctx_, *original), sparse_scorer(ctx_, *sparse);
+  const ValidationOptions held_out{.sequences = 4, .length = 16};
   const SideBySide figures =
-      compare_side_by_side(ctx_, *original, *sparse, data_.shards, {.sequences = 4, .length = 16});
+      compare_side_by_side(dense_scorer, sparse_scorer, data_.shards, held_out);
+  EXPECT_NEAR(figures.sparse.ce, validation_cross_entropy(ctx_, *sparse, data_.shards, held_out),
+              1e-5);
   EXPECT_EQ(figures.original.active_share, 1.0);
   EXPECT_GT(figures.sparse.active_share, 0.2);
   EXPECT_LT(figures.sparse.active_share, 0.8);

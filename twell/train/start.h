@@ -56,8 +56,6 @@ class StartedRun {
 
   const TrainOptions& options() const { return options_; }  // resolved
   Model& model() { return *model_; }
-  // The model that is sparsified or distilled from, as it was; null otherwise.
-  const Model* original() const { return original_.get(); }
   // The files for chat, generation and transformers of the original, or of the checkpoint that the
   // run goes on with.
   const TextFiles& text_files() const { return text_files_; }
@@ -65,6 +63,8 @@ class StartedRun {
   void make_engine(Context& ctx, const RunDevice& device, const TrainingData& data,
                    Communicator* ranks);
   TrainEngine& engine() { return *engine_; }
+  // Frees the engine, and with it the device's memory.
+  void drop_engine() { engine_.reset(); }
 
  private:
   TrainOptions options_;
