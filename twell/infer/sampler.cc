@@ -277,40 +277,35 @@ void apply_mask(std::span<float> logits, std::span<const uint32_t> allowed) {
   }
 }
 
-}  // namespace
-
-void SamplerOptions::validate() const {
-  TWELL_REQUIRE(temperature >= 0.0f && std::isfinite(temperature),
-                "temperature must be 0 (greedy) or a positive number, got {}", temperature);
-  TWELL_REQUIRE(top_k >= 0, "top-k must be 0 (off) or positive, got {}", top_k);
-  TWELL_REQUIRE(top_p > 0.0f && top_p <= 1.0f, "top-p must be in (0, 1], got {}", top_p);
-  TWELL_REQUIRE(min_p >= 0.0f && min_p < 1.0f, "min-p must be in [0, 1), got {}", min_p);
-  TWELL_REQUIRE(repetition_penalty > 0.0f && std::isfinite(repetition_penalty),
-                "the repetition penalty must be a positive number, 1 for none, got {}",
-                repetition_penalty);
-  TWELL_REQUIRE(std::isfinite(frequency_penalty), "the frequency penalty must be a number, got {}",
-                frequency_penalty);
-  TWELL_REQUIRE(std::isfinite(presence_penalty), "the presence penalty must be a number, got {}",
-                presence_penalty);
-}
-
-int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
-               uint64_t index, std::span<const SeenToken> seen, Context* ctx,
-               std::span<const uint32_t> allowed) {
-  std::vector<float> changed;
-  if (!seen.empty() || !allowed.empty()) changed.assign(logits.begin(), logits.end());
-  for (const SeenToken& token : seen) {
-    if (token.id >= std::ssize(logits)) continue;
-    float& logit = changed[static_cast<size_t>(token.id)];
-    logit = adjusted(logit, token, options.repetition_penalty, options.frequency_penalty,
-                     options.presence_penalty);
+// Logits with penalties and biases, for as long as it lives.
+class AdjustedLogits {
+ public:
+  AdjustedLogits(std::span<float> logits, const SamplerOptions& options,
+                 std::span<const SeenToken> seen)
+      : logits_(logits), seen_(seen), before_(seen.size()) {
+    adjust_logits(logits, seen,
+                  {.repetition = options.repetition_penalty,
+                   .frequency = options.frequency_penalty,
+                   .presence = options.presence_penalty},
+                  before_.data());
   }
-  if (!allowed.empty()) {
-    TWELL_CHECK(std::ssize(allowed) >= token_mask_words(std::ssize(logits)),
-                "a mask of {} words for {} tokens", allowed.size(), logits.size());
-    apply_mask(changed, allowed);
+  ~AdjustedLogits() {
+    for (size_t i = 0; i < seen_.size(); ++i) {
+      if (seen_[i].id < std::ssize(logits_)) logits_[static_cast<size_t>(seen_[i].id)] = before_[i];
+    }
   }
-  if (!changed.empty()) logits = changed;
+  AdjustedLogits(const AdjustedLogits&) = delete;
+  AdjustedLogits& operator=(const AdjustedLogits&) = delete;
+
+ private:
+  std::span<float> logits_;
+  std::span<const SeenToken> seen_;
+  std::vector<float> before_;  // the logit of each seen token
+};
+
+// Draws from logits whose penalties, biases and mask are applied.
+int32_t choose(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
+               uint64_t index, Context* ctx) {
   if (logits.empty()) return kNoToken;
   const Passes passes(ctx);
   LogitRange range = passes.range(logits);
@@ -334,6 +329,45 @@ int32_t sample(std::span<const float> logits, const SamplerOptions& options, uin
   }
   const double drawn = static_cast<double>(uniform(options.seed, stream, index)) * kept;
   return weighed.find([&](double sum) { return sum > drawn; }).id;
+}
+
+}  // namespace
+
+void SamplerOptions::validate() const {
+  TWELL_REQUIRE(temperature >= 0.0f && std::isfinite(temperature),
+                "temperature must be 0 (greedy) or a positive number, got {}", temperature);
+  TWELL_REQUIRE(top_k >= 0, "top-k must be 0 (off) or positive, got {}", top_k);
+  TWELL_REQUIRE(top_p > 0.0f && top_p <= 1.0f, "top-p must be in (0, 1], got {}", top_p);
+  TWELL_REQUIRE(min_p >= 0.0f && min_p < 1.0f, "min-p must be in [0, 1), got {}", min_p);
+  TWELL_REQUIRE(repetition_penalty > 0.0f && std::isfinite(repetition_penalty),
+                "the repetition penalty must be a positive number, 1 for none, got {}",
+                repetition_penalty);
+  TWELL_REQUIRE(std::isfinite(frequency_penalty), "the frequency penalty must be a number, got {}",
+                frequency_penalty);
+  TWELL_REQUIRE(std::isfinite(presence_penalty), "the presence penalty must be a number, got {}",
+                presence_penalty);
+}
+
+int32_t sample(std::span<const float> logits, const SamplerOptions& options, uint64_t stream,
+               uint64_t index, std::span<const SeenToken> seen, Context* ctx,
+               std::span<const uint32_t> allowed) {
+  if (seen.empty() && allowed.empty()) return choose(logits, options, stream, index, ctx);
+  std::vector<float> changed(logits.begin(), logits.end());
+  const AdjustedLogits adjusted(changed, options, seen);
+  if (!allowed.empty()) {
+    TWELL_CHECK(std::ssize(allowed) >= token_mask_words(std::ssize(logits)),
+                "a mask of {} words for {} tokens", allowed.size(), logits.size());
+    apply_mask(changed, allowed);
+  }
+  return choose(changed, options, stream, index, ctx);
+}
+
+int32_t sample_in_place(std::span<float> logits, const SamplerOptions& options, uint64_t stream,
+                        uint64_t index, std::span<const SeenToken> seen, Context* ctx,
+                        std::span<const uint32_t> allowed) {
+  if (!allowed.empty()) return sample(logits, options, stream, index, seen, ctx, allowed);
+  const AdjustedLogits adjusted(logits, options, seen);
+  return choose(logits, options, stream, index, ctx);
 }
 
 }  // namespace twell

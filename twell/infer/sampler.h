@@ -79,4 +79,10 @@ int32_t sample(std::span<const float> logits, const SamplerOptions& options, uin
                uint64_t index, std::span<const SeenToken> seen = {}, Context* ctx = nullptr,
                std::span<const uint32_t> allowed = {});
 
+// The same, without a copy of the logits where there is no mask: those of the tokens in `seen` are
+// changed and put back.
+int32_t sample_in_place(std::span<float> logits, const SamplerOptions& options, uint64_t stream,
+                        uint64_t index, std::span<const SeenToken> seen, Context* ctx = nullptr,
+                        std::span<const uint32_t> allowed = {});
+
 }  // namespace twell

@@ -2,7 +2,10 @@
 #include "twell/infer/sampler_simd.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
+#include <iterator>
 #include <limits>
 
 #undef HWY_TARGET_INCLUDE
@@ -55,6 +58,47 @@ LogitRange range_of(std::span<const float> logits) {
   range.lowest = std::min(range.lowest, hn::GetLane(hn::MinOfLanes(d, low)));
   range.has_nan |= !hn::AllFalse(d, nan);
   return range;
+}
+
+void adjust(std::span<float> logits, std::span<const SeenToken> seen, const Penalties& penalties,
+            float* before) {
+  const DH df;
+  const DD d;
+  const hn::RebindToSigned<DH> di;
+  constexpr size_t kAtOnce = 64;
+  float x[kAtOnce] = {}, bias[kAtOnce] = {};
+  int32_t times[kAtOnce] = {};
+  const auto repetition = hn::Set(df, penalties.repetition);
+  const auto frequency = hn::Set(d, penalties.frequency), presence = hn::Set(d, penalties.presence);
+  for (size_t first = 0; first < seen.size(); first += kAtOnce) {
+    const auto some = seen.subspan(first, std::min(kAtOnce, seen.size() - first));
+    for (size_t i = 0; i < some.size(); ++i) {
+      const bool outside = some[i].id >= std::ssize(logits);
+      x[i] = outside ? 0.0f : logits[static_cast<size_t>(some[i].id)];
+      before[first + i] = x[i];
+      times[i] = some[i].times;
+      bias[i] = some[i].bias;
+    }
+    for (size_t i = 0; i < some.size(); i += hn::Lanes(df)) {
+      const auto logit = hn::LoadU(df, x + i);
+      const auto count = hn::LoadU(di, times + i);
+      const auto favour = hn::LoadU(df, bias + i);
+      const auto scaled = hn::IfThenElse(hn::Gt(logit, hn::Zero(df)), hn::Div(logit, repetition),
+                                         hn::Mul(logit, repetition));
+      const auto is_known = hn::RebindMask(df, hn::Gt(count, hn::Set(di, -1)));
+      auto value = hn::IfThenElse(is_known, scaled, logit);
+      const auto taken = hn::MulAdd(frequency, hn::PromoteTo(d, count), presence);
+      const auto reduced = hn::DemoteTo(df, hn::Sub(hn::PromoteTo(d, value), taken));
+      value = hn::IfThenElse(hn::RebindMask(df, hn::Gt(count, hn::Zero(di))), reduced, value);
+      const auto biased =
+          hn::DemoteTo(df, hn::Add(hn::PromoteTo(d, value), hn::PromoteTo(d, favour)));
+      value = hn::IfThenElse(hn::Eq(favour, hn::Zero(df)), value, biased);
+      hn::StoreU(value, df, x + i);
+    }
+    for (size_t i = 0; i < some.size(); ++i) {
+      if (some[i].id < std::ssize(logits)) logits[static_cast<size_t>(some[i].id)] = x[i];
+    }
+  }
 }
 
 int64_t position_of(std::span<const float> logits, float value) {
@@ -114,10 +158,13 @@ HWY_INLINE auto buckets_of(D d, hn::Vec<D> logits, const LogitBuckets& b) {
   return hn::ConvertTo(di, hn::Min(at, hn::Set(d, float{kLogitBuckets - 1})));
 }
 
-double add_weights(std::span<const float> logits, const LogitWeights& weights,
-                   const LogitBuckets& buckets, double least, double (&mass)[kLogitBuckets]) {
+// keeps: least is above 0.
+template <bool keeps>
+double add_weights_above(std::span<const float> logits, const LogitWeights& weights,
+                         const LogitBuckets& buckets, double least, double (&mass)[kLogitBuckets]) {
   const DF df;
   const DD d;
+  const hn::Rebind<uint16_t, DF> d16;
   const Weigher weight_of(weights);
   const float* const x = logits.data();
   // A bucket's sum is kept in several parts, in turn, so that logits of one bucket do not wait for
@@ -125,8 +172,9 @@ double add_weights(std::span<const float> logits, const LogitWeights& weights,
   constexpr int kShift = 2;
   constexpr int64_t kParts = 1 << kShift, kAtOnce = 256;
   double part[kLogitBuckets * kParts] = {};
+  static_assert(std::size(part) <= 65'536);
   double block_weights[kAtOnce + kGatherPadding];
-  int32_t sums[kAtOnce + kGatherPadding];  // where a bucket's parts begin
+  uint16_t sums[kAtOnce + kGatherPadding];  // where the parts of each logit's bucket begin
   const auto limit = hn::Set(d, least);
   auto kept = hn::Zero(d);
   double rest = 0.0;
@@ -136,33 +184,50 @@ double add_weights(std::span<const float> logits, const LogitWeights& weights,
         df, count,
         [&](int64_t at) {
           const auto bucket = buckets_of(df, hn::LoadU(df, x + first + at), buckets);
-          hn::StoreU(hn::ShiftLeft<kShift>(bucket), hn::RebindToSigned<DF>(), sums + at);
+          hn::StoreU(hn::DemoteTo(d16, hn::ShiftLeft<kShift>(bucket)), d16, sums + at);
         },
         [&](int64_t at) {
-          sums[at] = hn::GetLane(buckets_of(df, hn::Set(df, x[first + at]), buckets)) << kShift;
+          const int32_t bucket = hn::GetLane(buckets_of(df, hn::Set(df, x[first + at]), buckets));
+          sums[at] = static_cast<uint16_t>(bucket << kShift);
         });
     for_each_logit(
         DH(), count,
         [&](int64_t at) {
           const auto weight = weight_of(hn::LoadU(DH(), x + first + at));
-          kept = hn::Add(kept, hn::IfThenElseZero(hn::Ge(weight, limit), weight));
+          if (keeps) kept = hn::Add(kept, hn::IfThenElseZero(hn::Ge(weight, limit), weight));
           hn::StoreU(weight, d, block_weights + at);
         },
         [&](int64_t at) {
           block_weights[at] = weight_of(x[first + at]);
-          if (block_weights[at] >= least) rest += block_weights[at];
+          if (keeps && block_weights[at] >= least) rest += block_weights[at];
         });
+    // Four numbers of parts are loaded as one, which takes two thirds of the time.
+    static_assert(kParts == 4 && std::endian::native == std::endian::little);
     int64_t i = 0;
     for (; i + kParts <= count; i += kParts) {
-      for (int64_t k = 0; k < kParts; ++k) part[sums[i + k] + k] += block_weights[i + k];
+      uint64_t four;
+      std::memcpy(&four, sums + i, sizeof(four));
+      part[four & 0xffff] += block_weights[i];
+      part[((four >> 16) & 0xffff) + 1] += block_weights[i + 1];
+      part[((four >> 32) & 0xffff) + 2] += block_weights[i + 2];
+      part[(four >> 48) + 3] += block_weights[i + 3];
     }
     for (; i < count; ++i) part[sums[i]] += block_weights[i];
   }
+  double total = 0.0;
   for (int32_t b = 0; b < kLogitBuckets; ++b) {
     const double* const of = part + b * kParts;
-    mass[b] += of[0] + of[1] + of[2] + of[3];
+    const double sum = of[0] + of[1] + of[2] + of[3];
+    mass[b] += sum;
+    total += sum;
   }
-  return hn::GetLane(hn::SumOfLanes(d, kept)) + rest;
+  return keeps ? hn::GetLane(hn::SumOfLanes(d, kept)) + rest : total;
+}
+
+double add_weights(std::span<const float> logits, const LogitWeights& weights,
+                   const LogitBuckets& buckets, double least, double (&mass)[kLogitBuckets]) {
+  return least > 0.0 ? add_weights_above<true>(logits, weights, buckets, least, mass)
+                     : add_weights_above<false>(logits, weights, buckets, least, mass);
 }
 
 template <typename D, typename Wanted>
@@ -170,14 +235,15 @@ HWY_INLINE int64_t gather(D d, std::span<const float> logits, int32_t* positions
                           const Wanted& wanted) {
   const hn::Rebind<int32_t, D> di;
   const float* const x = logits.data();
+  const auto first = hn::Iota(di, 0);
   int64_t found = 0;
   for_each_logit(
       d, std::ssize(logits),
       [&](int64_t at) {
         const auto mask = wanted(hn::LoadU(d, x + at));
         if (hn::AllFalse(di, mask)) return;
-        found += static_cast<int64_t>(
-            hn::CompressStore(hn::Iota(di, static_cast<int32_t>(at)), mask, di, positions + found));
+        found += static_cast<int64_t>(hn::CompressStore(
+            hn::Add(first, hn::Set(di, static_cast<int32_t>(at))), mask, di, positions + found));
       },
       [&](int64_t at) {
         if (hn::FindFirstTrue(di, wanted(hn::Set(d, x[at]))) == 0) {
@@ -219,6 +285,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace twell {
 HWY_EXPORT(range_of);
+HWY_EXPORT(adjust);
 HWY_EXPORT(position_of);
 HWY_EXPORT(add_weights);
 HWY_EXPORT(gather_equal);
@@ -227,6 +294,11 @@ HWY_EXPORT(weigh_all);
 
 LogitRange logit_range(std::span<const float> logits) {
   return HWY_DYNAMIC_DISPATCH(range_of)(logits);
+}
+
+void adjust_logits(std::span<float> logits, std::span<const SeenToken> seen,
+                   const Penalties& penalties, float* before) {
+  HWY_DYNAMIC_DISPATCH(adjust)(logits, seen, penalties, before);
 }
 
 int64_t first_of(std::span<const float> logits, float value) {

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <span>
 
+#include "twell/infer/sampler.h"
+
 namespace twell {
 
 struct LogitRange {
@@ -15,6 +17,14 @@ struct LogitRange {
 };
 // There must be at least one logit.
 LogitRange logit_range(std::span<const float> logits);
+
+// Replaces the logit of each seen token by adjusted() of it, with the same bits, and writes to
+// `before` what it was. Tokens outside the vocabulary are passed over.
+struct Penalties {
+  float repetition, frequency, presence;
+};
+void adjust_logits(std::span<float> logits, std::span<const SeenToken> seen,
+                   const Penalties& penalties, float* before);
 
 // The first position of a value that is among the logits.
 int64_t first_of(std::span<const float> logits, float value);

@@ -15,6 +15,7 @@
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
 #include "twell/grammar/token_filter.h"
+#include "twell/infer/sampler_simd.h"
 
 namespace twell {
 namespace {
@@ -214,6 +215,47 @@ TEST(Sampler, DrawsWhatASortedVocabularyGives) {
                                  << options.min_p << ", top-k " << options.top_k;
           }
         }
+      }
+    }
+  }
+}
+
+// Penalties and biases of seen tokens change the logits as adjusted() does, to the bit, for all
+// numbers of tokens that vectors and blocks divide differently, and are taken back.
+TEST(Sampler, DrawsInPlaceWhatItDrawsFromACopy) {
+  Context ctx(3);
+  for (const size_t size : {1, 7, 300, 5003, 40'009}) {
+    std::vector<float> logits(size);
+    for (size_t i = 0; i < size; ++i) logits[i] = 3.0f * normal(4, 0, i);
+    const std::vector<float> before = logits;
+    for (const size_t count : {0, 1, 3, 63, 64, 65, 401}) {
+      std::vector<SeenToken> seen;
+      for (size_t i = 0; i < count && i * 11 < 2 * size; ++i) {  // half of them outside
+        const auto id = static_cast<int32_t>(i * 11 % (2 * size));
+        const float bias = i % 3 == 1 ? 0.1f * static_cast<float>(i) - 5.0f : 0.0f;
+        seen.push_back({id, static_cast<int32_t>(i % 5) - 1, bias});
+      }
+      for (SamplerOptions options :
+           {SamplerOptions{.temperature = 0.0f}, SamplerOptions{}, SamplerOptions{.top_k = 5},
+            SamplerOptions{.top_p = 0.9f, .min_p = 0.01f}}) {
+        options.repetition_penalty = 1.3f;
+        options.frequency_penalty = 0.37f;
+        options.presence_penalty = -0.11f;
+        std::vector<float> want = logits;
+        for (const SeenToken& token : seen) {
+          if (token.id >= std::ssize(want)) continue;
+          float& logit = want[static_cast<size_t>(token.id)];
+          logit = adjusted(logit, token, 1.3f, 0.37f, -0.11f);
+        }
+        for (uint64_t index = 0; index < 5; ++index) {
+          const int32_t id = sample(want, options, 0, index, {}, &ctx);
+          ASSERT_EQ(sample(logits, options, 0, index, seen, &ctx), id) << size << ", " << count;
+          ASSERT_EQ(sample_in_place(logits, options, 0, index, seen, &ctx), id);
+          ASSERT_EQ(logits, before) << size << ", " << count;
+        }
+        std::vector<float> adjusted_before(count + 1), all = logits;
+        adjust_logits(all, seen, {1.3f, 0.37f, -0.11f}, adjusted_before.data());
+        ASSERT_EQ(all, want) << size << ", " << count;
       }
     }
   }

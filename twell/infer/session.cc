@@ -85,14 +85,15 @@ std::vector<ForwardSequence> Session::one_each(std::span<const int64_t> slots,
   return sequences;
 }
 
-int32_t Session::draw_from(std::span<const float> logits, const Draw& draw, Context& ctx) {
+int32_t Session::draw_from(std::span<float> logits, const Draw& draw, Context& ctx) {
   const size_t vocab = draw.vocab == 0 ? logits.size() : static_cast<size_t>(draw.vocab);
   std::vector<uint32_t> mask;
   if (draw.filter != nullptr) {
     mask.resize(static_cast<size_t>(token_mask_words(static_cast<int64_t>(vocab))));
     write_mask(draw, kNoToken, mask);
   }
-  return sample(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen, &ctx, mask);
+  return sample_in_place(logits.first(vocab), draw.sampler, draw.stream, draw.index, draw.seen,
+                         &ctx, mask);
 }
 
 void Session::write_mask(const Draw& draw, int32_t before, std::span<uint32_t> mask) {

@@ -166,7 +166,7 @@ class Session {
   // The same with as many of its blocks as the memory holds. InputError if that is none.
   static CachePlan cache_within(CachePlan plan, int64_t bytes, int64_t block_bytes);
   static int64_t checked_prefill_tokens(const SessionOptions& options, int64_t suits);
-  static int32_t draw_from(std::span<const float> logits, const Draw& draw, Context& ctx);
+  static int32_t draw_from(std::span<float> logits, const Draw& draw, Context& ctx);
   // Tells the draw's filter of the token before, kNoToken if the filter knows it, and writes its
   // mask.
   static void write_mask(const Draw& draw, int32_t before, std::span<uint32_t> mask);
