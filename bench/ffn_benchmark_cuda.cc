@@ -334,7 +334,7 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
   // These time each row's gate, its up and down, and its whole layer.
   std::vector<Piece> gates = {
       [&] { dense.gate(ctx, weights, x); }, [&] { gate_gemm_cuda(ctx, gate_gemm); },
-      [&] { gate_gemm_cuda(ctx, gate_gemm); }, [&] { gate_gemm_ring_cuda(ctx, gate_gemm); }};
+      [&] { gate_gemm_cuda(ctx, gate_gemm); }, [&] { gate_gemm_sm80_cuda(ctx, gate_gemm); }};
   std::vector<Piece> rests = {[&] { dense.up_down(ctx, weights, x, dense_y.data()); }, tile_union,
                               row_fused, portable};
   std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); },
@@ -347,7 +347,7 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
                                  row_fused();
                                },
                                [&] {
-                                 gate_gemm_ring_cuda(ctx, gate_gemm);
+                                 gate_gemm_sm80_cuda(ctx, gate_gemm);
                                  portable();
                                }};
   if (bytes) {

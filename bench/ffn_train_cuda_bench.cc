@@ -196,7 +196,6 @@ std::vector<float> product(CudaContext& ctx, MatmulShapeCuda shape, const std::v
 // Computes the layer on the pattern with f32 sums.
 Results reference(CudaContext& ctx, const Layer& layer) {
   const int64_t tokens = layer.shape.max_tokens, width = layer.shape.width, ffn = layer.shape.ffn;
-  const bool gated = layer.shape.gated;
   const Operands& in = layer.operands;
   const MatmulShapeCuda up{.rows = tokens, .cols = ffn, .inner = width, .trans_b = true};
   const std::vector<float> g = to_floats(download(layer.dense_gate));

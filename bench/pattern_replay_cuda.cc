@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "twell/base/error.h"
 #include "twell/ops/ffn/gate/gate_gemm_cuda.h"
 #include "twell/ops/ffn/tile_union/tile_union_cuda.h"
 
@@ -33,7 +34,8 @@ PatternReplayCuda::PatternReplayCuda(CudaContext& ctx, const std::filesystem::pa
 
 void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                                 const std::function<void(bool gate)>& done) {
-  const bool bytes = problem.in_bytes();
+  const bool bytes = problem.in_bytes(), portable = ctx_.compute_capability() != 90;
+  TWELL_REQUIRE(!bytes || !portable, "weights in fp8 replay on Hopper alone");
   if (bytes && w_down_.size() == 0) w_down_ = DeviceBuffer<__nv_bfloat16>(ffn_ * width_);
   const FfnWeightsCuda& weights = problem.weights;
   for (int64_t begin = 0; begin < problem.tokens; begin += chunk_) {
@@ -51,32 +53,34 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
     }
     TwellPacked made = made_.view(), replayed = patterns_.of(layer);
     made.shape.rows = replayed.shape.rows = tokens;
-    gate_gemm_cuda(ctx_, {.tokens = tokens,
-                          .width = width_,
-                          .ffn = ffn_,
-                          .x = x,
-                          .w_gate = gated_ ? problem.weights.w_gate : problem.weights.w_up,
-                          .out = made,
-                          .progress = gated_ ? workspace_.progress(tokens) : GateProgress{},
-                          .x_bytes = x_bytes,
-                          .w_gate_bytes = gated_ ? weights.gate_bytes : weights.up_bytes});
+    const GateGemmCuda gate{
+        .tokens = tokens,
+        .width = width_,
+        .ffn = ffn_,
+        .x = x,
+        .w_gate = gated_ ? problem.weights.w_gate : problem.weights.w_up,
+        .out = made,
+        .progress = gated_ && !portable ? workspace_.progress(tokens) : GateProgress{},
+        .x_bytes = x_bytes,
+        .w_gate_bytes = gated_ ? weights.gate_bytes : weights.up_bytes};
+    portable ? gate_gemm_sm80_cuda(ctx_, gate) : gate_gemm_cuda(ctx_, gate);
     done(true);
-    tile_union_up_down_cuda(ctx_,
-                            {.tokens = tokens,
-                             .width = width_,
-                             .ffn = ffn_,
-                             .gate = replayed,
-                             .x = x,
-                             .w_up = gated_ ? problem.weights.w_up : nullptr,
-                             .w_down = bytes ? w_down_.data() : weights.w_down,
-                             .y = problem.y + begin * width_,
-                             .add = problem.add,
-                             .squared = problem.weights.activation == Activation::kRelu2,
-                             .follows_gate = gated_,
-                             .x_bytes = gated_ ? x_bytes : ByteRowsCuda{},
-                             .w_up_bytes = gated_ ? weights.up_bytes : ByteRowsCuda{},
-                             .y_scales = weights.down_bytes.scales},
-                            workspace_);
+    const SparseUpDownCuda rest{.tokens = tokens,
+                                .width = width_,
+                                .ffn = ffn_,
+                                .gate = replayed,
+                                .x = x,
+                                .w_up = gated_ ? problem.weights.w_up : nullptr,
+                                .w_down = bytes ? w_down_.data() : weights.w_down,
+                                .y = problem.y + begin * width_,
+                                .add = problem.add,
+                                .squared = problem.weights.activation == Activation::kRelu2,
+                                .follows_gate = gated_ && !portable,
+                                .x_bytes = gated_ ? x_bytes : ByteRowsCuda{},
+                                .w_up_bytes = gated_ ? weights.up_bytes : ByteRowsCuda{},
+                                .y_scales = weights.down_bytes.scales};
+    portable ? portable_union_up_down_cuda(ctx_, rest, workspace_)
+             : tile_union_up_down_cuda(ctx_, rest, workspace_);
     done(false);
   }
 }

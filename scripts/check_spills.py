@@ -47,7 +47,6 @@ ALLOWED = {
     "light_rows_kernel": ({"sm_80": 0, "sm_90": 0, "sm_120": 8},
                           "at 48 registers, by ptxas' own choice, for the narrowest rows"),
     "piece_kernel": ({"sm_80": 0, "sm_90": 0, "sm_100": 8}, "at 39 registers, by ptxas' own choice"),
-    "ring_gemm_sm80_kernel": ({"sm_80": 0, "sm_90": 0, "sm_120": 8}, "at 255 registers, in down alone"),
     "rms_norm_backward_kernel": ({"sm_80": 8, "sm_90": 16},
                                  "at 255 registers, in the instance for the widest rows alone"),
     "rotate_warp_kernel": ({"sm_80": 56, "sm_90": 0},

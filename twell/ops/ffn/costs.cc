@@ -114,12 +114,8 @@ struct GpuCosts {
     double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
     double tail = 20.0;                            // lists, and the tail of long rows
   } row_fused;
-  // gate_gemm_sm80 reaches 340 TFLOP/s on an H200 (bench/results/2026-11-21-h200-executions.txt),
-  // where loads bound it. With slower tensor cores these do; how far is an estimate.
-  struct {
-    double most_flops = 1300.0;  // per SM and clock
-    double share = 0.8;          // of the rate of mma.sync
-  } portable_gate;
+  // gate_gemm_sm80's share of the rate of mma.sync (bench/results/2026-11-27-h200-portable.txt).
+  double portable_gate = 0.74;
   double bandwidth = 0.8135;  // share that is read, unless stated otherwise
 };
 constexpr GpuCosts kCosts;
@@ -182,14 +178,21 @@ double all_weights(const GpuFfnLayer& layer, const Sizes& s) {
   return (layer.gated ? 3.0 : 2.0) * 2.0 * s.d * s.f;
 }
 
-// Hopper's kernel, or on other GPUs the one on mma.sync, whose CTAs have half a tile each.
+// Items in rounds over the SMs, each of so many operations at a share of the rate of mma.sync. Half
+// an item's time is waited for at the end.
+double mma_items(const GpuFfnLayer& layer, const Sizes& s, double items, double flops,
+                 double share) {
+  const double rate = s.rate(1e3 * layer.device.mma_flops * share) / s.sms;
+  return std::max(std::ceil(items / s.sms), items / s.sms + 0.5) * flops / rate;
+}
+
+// Hopper's kernel, or on other GPUs the one on mma.sync.
 double packed_gate(const GpuFfnLayer& layer, const Sizes& s) {
   if (layer.device.compute_capability != 90) {
-    const double items = 2.0 * std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
-    const auto& costs = kCosts.portable_gate;
-    const double flops = std::min(costs.share * layer.device.mma_flops, costs.most_flops);
-    const double item = 2.0 * (kGateTile / 2.0) * kGateTile * s.d / (1e3 * flops * s.ghz);
-    return std::max(std::ceil(items / s.sms) * item, s.move(2.0 * s.d * s.f));
+    const double items = std::ceil(s.m / kTile) * std::ceil(s.f / kGateTile);
+    const double product = 2.0 * kTile * kGateTile * s.d;
+    return std::max(mma_items(layer, s, items, product, kCosts.portable_gate),
+                    s.move(2.0 * s.d * s.f));
   }
   const double tiles = std::ceil(s.m / kGateTile) * std::ceil(s.f / kGateTile);
   const double pairs = std::floor(s.sms / 2.0);
@@ -297,21 +300,18 @@ double portable_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActiv
   const double neurons = tile_neurons(s, activity), plain = std::ceil(s.m / kTile);
   const double tiles = std::max(std::round(s.m / kTile * (1.0 + activity.extra_tiles)), plain);
   const double blocks = std::min(neurons + 32.0, s.f) / kBlock;
-  // Items in rounds over the SMs, each of the time of its products at the rate of the tensor cores.
-  const double rate = s.rate(1e3 * layer.device.mma_flops * costs.share) / s.sms;
-  const auto round_of = [&](double items, double flops) {
-    return std::max(std::ceil(items / s.sms), items / s.sms + 0.5) * flops / rate;
+  const auto products = [&](double items, double flops) {
+    return mma_items(layer, s, items, flops, costs.share);
   };
-  const double gate = round_of(plain * std::ceil(s.f / kGateTile), 2.0 * kTile * kGateTile * s.d);
   const double chunks = std::ceil(blocks / kPortableUpBlocks);
   const double up =
-      layer.gated ? round_of(tiles * chunks, 2.0 * kTile * kBlock * blocks / chunks * s.d) : 0.0;
+      layer.gated ? products(tiles * chunks, 2.0 * kTile * kBlock * blocks / chunks * s.d) : 0.0;
   const double down =
-      round_of(tiles * std::ceil(s.d / kDownColumns), 2.0 * kTile * kDownColumns * kBlock * blocks);
+      products(tiles * std::ceil(s.d / kDownColumns), 2.0 * kTile * kDownColumns * kBlock * blocks);
   // The gate's image is cleared, written, read and written again.
   const double images = s.move((layer.gated ? 4.0 : 2.0) * 2.0 * tiles * kTile * blocks * kBlock);
-  return costs.launches + std::max(gate, s.move(2.0 * s.d * s.f)) + up + down + images +
-         s.work(costs.tile * tiles) + s.move(2.0 * 2.0 * s.m * s.d);
+  return costs.launches + packed_gate(layer, s) + up + down + images + s.work(costs.tile * tiles) +
+         s.move(2.0 * 2.0 * s.m * s.d);
 }
 
 double screened(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {

@@ -48,12 +48,10 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
       .cut = call.cut(),
       .x_bytes = of.x_bytes,
       .w_gate_bytes = call.gated() ? of.weights.gate_bytes : of.weights.up_bytes};
-  if (portable) {
-    gate_gemm_ring_cuda(call.ctx, problem);
-  } else if (call.ctx.compute_capability() == 90) {
-    gate_gemm_cuda(call.ctx, problem);
-  } else {
+  if (portable || call.ctx.compute_capability() != 90) {
     gate_gemm_sm80_cuda(call.ctx, problem);
+  } else {
+    gate_gemm_cuda(call.ctx, problem);
   }
   return {.tokens = of.tokens,
           .width = call.width(),

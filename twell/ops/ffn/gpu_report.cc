@@ -44,7 +44,7 @@ std::vector<std::string> gpu_executions(const GpuReport& report) {
 
 std::vector<std::string> gpu_auto_executions(const GpuReport& report) {
   return names_of(report, [](const GpuFfnExecution& execution, bool hopper) {
-    return !execution.only_named && !(execution.only_named_on_hopper && hopper);
+    return !(execution.only_named_on_hopper && hopper);
   });
 }
 
@@ -62,9 +62,10 @@ std::vector<std::string> gpu_report_lines(const GpuReport& report) {
   }
   lines.push_back(fmt::format("feed-forward layers: {}{}{}", fmt::join(automatic, ", "),
                               by_name.empty() ? "" : "; by name alone ", fmt::join(by_name, ", ")));
-  lines.push_back(report.compute_capability == kTestedCapability
-                      ? "training: dense and hybrid"
-                      : "training: dense. No GPU of this kind has run TwELL's tests yet");
+  lines.push_back(
+      report.compute_capability == kTestedCapability
+          ? "training: dense and hybrid"
+          : "training: dense and hybrid. No GPU of this kind has run TwELL's tests yet");
   return lines;
 }
 

@@ -183,7 +183,7 @@ constexpr std::array kRegistry = {
                                .most_ffn = k2To24,
                                .most_tokens = 8,
                                .rows_in_shared_memory = true},
-                    .only_named = true,
+                    .only_named_on_hopper = true,
                     .cost = ffn_costs::portable_rows,
                     .needed_share = ffn_costs::sparse_share,
                     .launch = TWELL_FFN_LAUNCH(launch_portable_rows)},
@@ -196,7 +196,7 @@ constexpr std::array kRegistry = {
                                .most_weights = kUnionWeights,
                                .counts_rows = true,
                                .maps_rows = true},
-                    .only_named = true,
+                    .only_named_on_hopper = true,
                     .counts_unions = true,
                     .cost = ffn_costs::portable_union,
                     .needed_share = ffn_costs::sparse_share,
@@ -222,7 +222,7 @@ bool names(FfnPolicy policy, const GpuFfnExecution& execution) {
     case FfnPolicy::Kind::kNamed:
       return execution.name == policy.execution;
     default:
-      return execution.sparse && !execution.limits.screened && !execution.only_named;
+      return execution.sparse && !execution.limits.screened;
   }
 }
 
@@ -245,7 +245,7 @@ const GpuFfnExecution* cheapest_sparse(const GpuFfnLayer& layer, const GpuFfnCal
   const GpuFfnExecution* best = nullptr;
   double least = 0.0;
   for (const GpuFfnExecution& execution : kRegistry) {
-    if (!execution.sparse || execution.only_named || (execution.only_named_on_hopper && hopper) ||
+    if (!execution.sparse || (execution.only_named_on_hopper && hopper) ||
         !gpu_ffn_unsupported(execution, layer, call).empty()) {
       continue;
     }
@@ -385,7 +385,6 @@ std::string extras_text(const GpuFfnExecution& execution) {
   if (limits.maps_rows) parts.push_back("maps rows");
   if (limits.screened) parts.push_back("screen");
   if (execution.only_named_on_hopper) parts.push_back("9.0 by name");
-  if (execution.only_named) parts.push_back("by name");
   return fmt::format("{}", fmt::join(parts, ", "));
 }
 

@@ -66,7 +66,6 @@ struct GpuFfnExecution {
   int64_t launch_tokens = INT64_MAX;
   // On Hopper it runs only where a caller names it, because others are always faster.
   bool only_named_on_hopper = false;
-  bool only_named = false;     // the same on every GPU, because its cost is not fitted yet
   bool counts_unions = false;  // a log states the unions its cost follows from
   // Estimated microseconds of a call.
   double (*cost)(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);

@@ -37,9 +37,13 @@ Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerA
   if (!relu || call.policy == FfnPolicy::kDense) return {dense};
   const bool measured = activity.nnz_per_token >= 0.0;
   if (call.policy == FfnPolicy::kAuto && measured && dense_is_cheaper) return {dense};
-  if (!hopper) return {"row-fused"};
   // Auto weighs executions by their costs, once measured.
   const bool weighs = call.policy == FfnPolicy::kAuto && measured;
+  if (!hopper) {
+    const bool rows = few && fits && !call.counts_rows;
+    const bool other = chosen == "row-fused" || (rows && chosen == "portable-union");
+    return {weighs && other ? chosen : rows ? "portable-rows" : "portable-union"};
+  }
   if (!call.counts_rows && few) {
     return {weighs && chosen == "row-stream" ? chosen : "decode-rows"};
   }
@@ -122,8 +126,8 @@ TEST(GpuFfnRegistry, EveryCall) {
       }
     }
   }
-  // No layer has a screen, or fp8 weights, which two rows take alone; two run by name alone.
-  EXPECT_EQ(seen.size() + 3 + 2, gpu_ffn_registry().size());
+  // No layer has a screen, or fp8 weights, which two rows take alone.
+  EXPECT_EQ(seen.size() + 3, gpu_ffn_registry().size());
 }
 
 TEST(GpuFfnRegistry, TakesTheNormOfAFewTokensOnHopper) {

@@ -12,13 +12,21 @@
 //   int items()            how many there are
 //   int4 first(int index)  the item of that index, x >= 0, in two steps, each of which loads what
 //   int4 second(int4)      does not depend on another load of the same step
-//   int groups(int4 item), steps(int4 item)   its groups of 64 columns; its k-steps, at least one
-//   Copies                 what one thread copies: begin(problem, item) starts on an item,
-//                          copy(problem, stage, step) copies its part of a k-step, zeros outside
+//   int groups(int4 item)  its groups of 64 columns
+//   int parts(int4 item)   sums that are accumulated one after the other, 1 or more,
+//   int steps(int4 item)   and the k-steps of each, at least one
+//   Copies                 what one thread copies: begin(problem, item, part) starts on a sum, of
+//                          which there is none if item.x < 0; copy(problem, stage) copies its part
+//                          of the next k-step, zeros outside, without a branch
 //   template <int kGroups> void finish(item, acc, shared)
-//                          the epilogue, called by all threads; shared has kScratchBytes bytes
+//                          the epilogue, called by all threads; shared has kStageBytes, and who
+//                          uses them ends with a barrier
 //   int32_t* condition     if it holds 0, nothing is computed; may be null
 // Whether an item is computed by this CTA or that does not change its result.
+//
+// A k-step is one piece of code without branches, so that the assembler spreads its copies and
+// loads over its products: with them in front of the products the tensor cores waited a quarter of
+// the time. What has branches, the change of items, lies between runs of k-steps.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,9 +49,7 @@ inline constexpr uint32_t kBytesA = kTileM * kStepK * 2;
 inline constexpr uint32_t kStageBytes = (kTileM + kTileN) * kStepK * 2;
 inline constexpr int kItems =
     8;  // items that a CTA knows: more than stages and the one behind them
-inline constexpr uint32_t kScratchBytes = kTileM * 4 * sizeof(int32_t);
-inline constexpr uint32_t kSharedBytes =
-    kStages * kStageBytes + kScratchBytes + kItems * sizeof(int4);
+inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + (kItems + 1) * sizeof(int4);
 static_assert(kSharedBytes <= 99 * 1024);
 
 // --- Operands in shared memory ---
@@ -68,10 +74,10 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
-// Not volatile, so that the compiler may order products and loads.
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -122,13 +128,14 @@ struct Fragments {
       }
     }
   }
+  // Neighbouring products share an operand.
   __device__ __forceinline__ void multiply(float (&acc)[4][2 * kGroups][4]) const {
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        multiply_add(acc[i][2 * j], a[i], b[j][0], b[j][1]);
-        multiply_add(acc[i][2 * j + 1], a[i], b[j][2], b[j][3]);
+      for (int at = 0; at < 2 * kGroups; ++at) {
+        const int j = i % 2 == 0 ? at : 2 * kGroups - 1 - at;
+        multiply_add(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
   }
@@ -144,6 +151,17 @@ __device__ __forceinline__ int copied_piece() { return threadIdx.x % kPieces; }
 inline constexpr int kCopiedRows = kThreads / kPieces;  // in one pass of all threads
 __device__ __forceinline__ uint32_t copied_place(int pass) {
   return k_major_place(copied_row(), copied_piece()) + pass * (kCopiedRows * kStepK * 2);
+}
+
+// gather16 where `wanted`, without a branch; else nothing is written.
+__device__ __forceinline__ void gather16_if(bool wanted, uint32_t dst, const void* src,
+                                            bool valid) {
+  const int bytes = valid ? 16 : 0, copies = wanted;
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(copies)
+      : "memory");
 }
 
 // Four words of each of four lanes, transposed: word i of lane q becomes word q of lane i. Turns
@@ -171,14 +189,13 @@ struct Cta {
   const Problem& problem;
   uint8_t* const memory;
   const uint32_t ring = gpu::smem_address(memory);
-  int4* const items = reinterpret_cast<int4*>(memory + kStages * kStageBytes + kScratchBytes);
+  int4* const items = reinterpret_cast<int4*>(memory + kStages * kStageBytes);
+  int* const count = reinterpret_cast<int*>(items + kItems);  // thread 0's: of all items
   typename Problem::Copies copies;
-  int loading = 0;                     // number, in this CTA, of the item that is being loaded
-  int steps = 0, left = 0;             // its k-steps, and those not loaded yet
-  bool ended = false;                  // all items are loaded
+  int loading = -1;                    // number, in this CTA, of the item that is being loaded
+  int part = 0, parts = 1;             // the sum of it,
+  int steps = 0, left = 0;             // of so many k-steps, and those not loaded yet
   uint32_t load_stage = 0, stage = 0;  // offsets in the ring
-  int count, index;                    // thread 0: items, and the next one of this CTA
-  int4 next;
 
   static __device__ __forceinline__ uint32_t behind(uint32_t of) {
     return of == (kStages - 1) * kStageBytes ? 0 : of + kStageBytes;
@@ -186,16 +203,15 @@ struct Cta {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      count = problem.items();
-      index = problem.take(0);
-      items[0] = index < count ? problem.second(problem.first(index)) : int4{-1, 0, 0, 0};
+      *count = problem.items();
+      const int index = problem.take(0);
+      items[0] = index < *count ? problem.second(problem.first(index)) : int4{-1, 0, 0, 0};
     }
-    __syncthreads();
     begin();
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
       load();
-      __syncthreads();  // an item that thread 0 made known may be begun
+      loaded(1);
     }
     await_stage();
     for (int number = 0;; ++number) {
@@ -216,42 +232,48 @@ struct Cta {
   }
 
  private:
+  // Begins the item's next sum, or the next item. Behind the last one k-steps without any row
+  // follow.
   __device__ __forceinline__ void begin() {
+    __syncthreads();  // thread 0 has made the item known
+    if (++part == parts) {
+      part = 0;
+      ++loading;
+    }
     const int4 item = items[loading % kItems];
-    ended = item.x < 0;
-    if (ended) return;
-    steps = left = problem.steps(item);
-    copies.begin(problem, item);
+    parts = item.x < 0 ? 1 : problem.parts(item);
+    steps = left = item.x < 0 ? INT32_MAX : problem.steps(item);
+    copies.begin(problem, item, part);
   }
 
-  // Loads the next k-step, of this item or the first of the next one.
+  // Loads the next k-step of the item being loaded.
   __device__ __forceinline__ void load() {
-    if (left == 0 && !ended) {
-      ++loading;
-      begin();
-    }
-    if (!ended) {
-      copies.copy(problem, ring + load_stage, steps - left);
-      --left;
-      if (threadIdx.x == 0) find_next();
-    }
+    copies.copy(problem, ring + load_stage);
     gpu::gathers_commit();
     load_stage = behind(load_stage);
   }
 
-  // Thread 0 finds the next item, a step of it behind each k-step, so that it seldom waits for
-  // memory. It takes it late, so that CTAs with long items take fewer. Between the last step and
-  // the next call of load there is a barrier.
+  // Thread 0 finds the next item, a step of it at a time, so that it seldom waits for memory. It
+  // takes it late, so that CTAs with long items take fewer. Registers are short: what it knows of
+  // the item lies in its place.
+  __device__ __forceinline__ int stop(int at) const { return min(steps - 1, at); }
   __device__ __forceinline__ void find_next() {
-    const int first = steps - 1;
-    if (left == min(first, 6)) index = problem.take(loading + 1);
-    if (left == min(first, 4)) {
-      next = index < count ? problem.first(index) : int4{-1, 0, 0, 0};
-    }
-    if (left == min(first, 2)) {
-      if (next.x >= 0) next = problem.second(next);
-    }
-    if (left == min(first, 1)) items[(loading + 1) % kItems] = next;
+    if (threadIdx.x != 0 || part + 1 < parts) return;
+    int4& next = items[(loading + 1) % kItems];
+    if (left == stop(6)) next.x = problem.take(loading + 1);
+    if (left == stop(4)) next = next.x < *count ? problem.first(next.x) : int4{-1, 0, 0, 0};
+    if (left == stop(2) && next.x >= 0) next = problem.second(next);
+  }
+  // K-steps to load before find_next has something to do, or the item ends.
+  __device__ __forceinline__ int to_stop() const {
+    return left > stop(6) ? left - stop(6) : left > 4 ? left - 4 : left > 2 ? left - 2 : 1;
+  }
+
+  // Behind `run` calls of load, at most to_stop().
+  __device__ __forceinline__ void loaded(int run) {
+    left -= run;
+    find_next();
+    if (left == 0) begin();
   }
 
   // Waits until the stage is full, and all threads have read the one before it.
@@ -266,18 +288,25 @@ struct Cta {
     float acc[4][2 * kGroups][4] = {};
     // Fragments are loaded one half of a k-step ahead of their products, across stages too.
     Fragments<kGroups, Problem::kColumns> fragments[2];
+    int togo = problem.parts(item) * problem.steps(item);
     fragments[0].load(at, ring + stage, 0);
-    for (int step = problem.steps(item); step > 0; --step) {
-      fragments[1].load(at, ring + stage, 1);
-      load();  // into the stage before this one
-      fragments[0].multiply(acc);
-      stage = behind(stage);
-      await_stage();
-      if (step > 1) fragments[0].load(at, ring + stage, 0);
-      fragments[1].multiply(acc);
+#pragma unroll 1
+    while (togo > 0) {
+      const int run = min(togo, to_stop());
+#pragma unroll 1
+      for (int step = 0; step < run; ++step) {
+        fragments[1].load(at, ring + stage, 1);
+        fragments[0].multiply(acc);
+        load();  // into the stage before this one
+        stage = behind(stage);
+        await_stage();
+        fragments[0].load(at, ring + stage, 0);  // behind the last step of the next item
+        fragments[1].multiply(acc);
+      }
+      togo -= run;
+      loaded(run);
     }
-    problem.template finish<kGroups>(item, acc,
-                                     reinterpret_cast<int32_t*>(memory + kStages * kStageBytes));
+    problem.template finish<kGroups>(item, acc, memory + load_stage);
   }
 };
 

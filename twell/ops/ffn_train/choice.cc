@@ -13,7 +13,21 @@
 namespace twell {
 namespace {
 
-// Microseconds on an H200, fitted to bench/ffn_train_cuda_bench with D 2048 and F 5632.
+// Microseconds on an H200, fitted to bench/ffn_train_cuda_bench with D 2048 and F 5632. On other
+// GPUs than Hopper products take longer by the rates of their tensor cores, and the rest by their
+// bandwidth.
+constexpr GpuDevice kFitted;
+double per_us(const GpuDevice& device, double flops) {
+  return flops * static_cast<double>(device.multiprocessors) * device.clock_ghz;
+}
+double dense_slower(const GpuDevice& device) {
+  if (device.compute_capability == kFitted.compute_capability) return 1.0;
+  return per_us(kFitted, kFitted.gemm_flops) / per_us(device, device.gemm_flops);
+}
+double memory_slower(const GpuDevice& device) {
+  if (device.compute_capability == kFitted.compute_capability) return 1.0;
+  return kFitted.bandwidth / device.bandwidth;
+}
 
 struct Sizes {
   double m, d, f;
@@ -27,15 +41,21 @@ struct Sizes {
 double dense_train_cost(const GpuFfnLayer& layer, int64_t tokens) {
   constexpr double kMsPerTeraflop = 1.22, kMsPerGigabyte = 0.25, kMsPerCall = 0.05;
   const Sizes s(layer, tokens);
-  return 1e3 * (9.0 * 2.0 * s.m * s.d * s.f * 1e-12 * kMsPerTeraflop +
-                18.0 * s.m * s.f * 1e-9 * kMsPerGigabyte + kMsPerCall);
+  return 1e3 *
+         (9.0 * 2.0 * s.m * s.d * s.f * 1e-12 * kMsPerTeraflop * dense_slower(layer.device) +
+          18.0 * s.m * s.f * 1e-9 * kMsPerGigabyte * memory_slower(layer.device) + kMsPerCall);
 }
 
 // The gate GEMM; eight products on the unions; per active pair, elementwise work and the tokens
 // that weight gradients gather, which neurons of a tile share more the more neurons a token has;
 // launches.
 double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
-  constexpr double kGateMsPerTeraflop = 1.59, kUnionMsPerTeraflop = 1.61;
+  const bool hopper = layer.device.compute_capability == kFitted.compute_capability;
+  // Elsewhere as shares of the rate of mma.sync.
+  constexpr double kGateShare = 0.7, kUnionShare = 0.6;
+  const double mma_ms_per_teraflop = 1e6 / per_us(layer.device, layer.device.mma_flops);
+  const double gate_ms_per_teraflop = hopper ? 1.59 : mma_ms_per_teraflop / kGateShare;
+  const double union_ms_per_teraflop = hopper ? 1.61 : mma_ms_per_teraflop / kUnionShare;
   constexpr double kFew = 64.0, kMsPerGigapair = 559.0, kMsPerGigapairBeyond = 43.0;
   constexpr double kChunk = 16384.0, kMsPerChunk = 0.16;
   const Sizes s(layer, tokens);
@@ -43,10 +63,11 @@ double hybrid_train_cost(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
   const double neurons = activity.union_share >= 0.0
                              ? std::min(activity.union_share, 1.0) * s.f
                              : ffn_costs::expected_union(layer, 128, activity);
-  return 1e3 * (2.0 * s.m * s.d * s.f * 1e-12 * kGateMsPerTeraflop +
-                8.0 * 2.0 * s.m * neurons * s.d * 1e-12 * kUnionMsPerTeraflop +
-                s.m * std::min(nnz, kFew) * 1e-9 * kMsPerGigapair +
-                s.m * std::max(nnz - kFew, 0.0) * 1e-9 * kMsPerGigapairBeyond +
+  return 1e3 * (2.0 * s.m * s.d * s.f * 1e-12 * gate_ms_per_teraflop +
+                8.0 * 2.0 * s.m * neurons * s.d * 1e-12 * union_ms_per_teraflop +
+                memory_slower(layer.device) *
+                    (s.m * std::min(nnz, kFew) * 1e-9 * kMsPerGigapair +
+                     s.m * std::max(nnz - kFew, 0.0) * 1e-9 * kMsPerGigapairBeyond) +
                 std::ceil(s.m / kChunk) * kMsPerChunk);
 }
 
@@ -69,7 +90,7 @@ std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnL
   if (layer.biased) return "layers with biases train dense";
   if (layer.ffn % 8 != 0) return fmt::format("an FFN size of {} is no multiple of 8", layer.ffn);
   GpuFfnLimits limits = kHybridLimits;
-  if (portable) {
+  if (portable || layer.device.compute_capability != 90) {
     limits.least_capability = 80;
     limits.most_capability = std::numeric_limits<int>::max();
     limits.most_ffn = 131072;  // a bit per neuron in 99 KiB of shared memory

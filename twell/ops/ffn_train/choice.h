@@ -3,9 +3,8 @@
 // measured. Plain arithmetic without CUDA headers.
 //   execution   GPU      takes
 //   dense       any      every layer
-//   hybrid      Hopper   activations that leave zeros, no biases, F a multiple of 8 up to 524,288,
-//   D up to
-//                        131,072, D F below 2^35
+//   hybrid      8.0 on   activations that leave zeros, no biases, F a multiple of 8 up to 524,288
+//                        (on other GPUs than Hopper 131,072), D up to 131,072, D F below 2^35
 #pragma once
 
 #include <cstdint>
@@ -20,7 +19,7 @@ enum class FfnTrainExecution { kDense, kHybrid };
 enum class FfnTrainPolicy { kAuto, kDense, kHybrid };  // kAuto: the faster one, by estimate
 
 // Why this execution cannot train the layer; empty when it can. portable: on hybrid's kernels for
-// compute capability 8.0 and later, which no choice takes yet; F is at most 131,072 there.
+// every GPU, which others than Hopper run in any case.
 std::string gpu_ffn_train_unsupported(FfnTrainExecution execution, const GpuFfnLayer& layer,
                                       bool portable = false);
 

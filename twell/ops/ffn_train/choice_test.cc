@@ -41,12 +41,36 @@ TEST(GpuFfnTrain, FollowsTheActivity) {
   EXPECT_EQ(choose(128, 15.0), kDense);  // launches take longer than the GEMMs
 }
 
+// An A100: tensor cores and memory a third as fast, products by mma.sync as fast as dense ones.
+TEST(GpuFfnTrain, FollowsTheDevice) {
+  GpuFfnLayer layer = kTrained;
+  layer.device = {.compute_capability = 80,
+                  .multiprocessors = 108,
+                  .clock_ghz = 1.41,
+                  .bandwidth = 1.555e6,
+                  .mma_flops = 2048.0,
+                  .gemm_flops = 2048.0};
+  const auto choose = [&](double nnz, double union_neurons) {
+    return choose_gpu_ffn_train(layer, 16384, FfnTrainPolicy::kAuto,
+                                {.nnz_per_token = nnz, .union_share = union_neurons / 5632.0});
+  };
+  constexpr auto kDense = FfnTrainExecution::kDense, kHybrid = FfnTrainExecution::kHybrid;
+  EXPECT_EQ(choose(15.0, 700.0), kHybrid);
+  EXPECT_EQ(choose(100.0, 3000.0), kHybrid);
+  EXPECT_EQ(choose(100.0, 5400.0), kDense);
+  EXPECT_EQ(choose(2800.0, 5632.0), kDense);
+  // Twice as fast dense products, as those of GPUs whose dense GEMMs are not by mma.sync.
+  layer.device.gemm_flops = 4096.0;
+  EXPECT_EQ(choose(15.0, 700.0), kHybrid);
+  EXPECT_EQ(choose(100.0, 3000.0), kDense);
+}
+
 // Every policy on every kind of device and layer, written out without the table's rows.
 TEST(GpuFfnTrain, EveryCall) {
   struct Layer {
     int64_t width, ffn;
     Activation activation;
-    bool hybrid;  // where the GPU is a Hopper
+    bool hybrid;  // where the GPU is a Hopper; on others F is at most 131,072
   };
   const Layer layers[] = {
       {2048, 5632, Activation::kRelu, true},    {2048, 5632, Activation::kSilu, false},
@@ -60,10 +84,10 @@ TEST(GpuFfnTrain, EveryCall) {
                               .ffn = l.ffn,
                               .activation = l.activation,
                               .device = {.compute_capability = capability}};
-      const bool hybrid = capability == 90 && l.hybrid;
+      const bool portable = l.hybrid && l.ffn <= 131072;
+      const bool hybrid = capability == 90 ? l.hybrid : portable;
       EXPECT_TRUE(gpu_ffn_train_unsupported(FfnTrainExecution::kDense, layer).empty());
       EXPECT_EQ(gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, layer).empty(), hybrid);
-      const bool portable = l.hybrid && l.ffn <= 131072;
       EXPECT_EQ(gpu_ffn_train_unsupported(FfnTrainExecution::kHybrid, layer, true).empty(),
                 portable);
       const auto choose = [&](FfnTrainPolicy policy, const LayerActivity& activity) {

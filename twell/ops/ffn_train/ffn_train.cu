@@ -447,6 +447,7 @@ void check_call(const FfnTrainShapeCuda& saved, const FfnTrainShapeCuda& workspa
 
 FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape_in) : shape(shape_in) {
   check_shape(shape);
+  shape.portable = shape.portable || ctx.compute_capability() != 90;
   prepare(ctx, FfnTrainExecution::kDense, -1.0);
 }
 FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape_in,
@@ -454,6 +455,7 @@ FfnSavedCuda::FfnSavedCuda(CudaContext& ctx, const FfnTrainShapeCuda& shape_in,
                            std::byte* memory_in, int64_t saved_tokens)
     : shape(shape_in), memory(memory_in) {
   check_shape(shape);
+  shape.portable = shape.portable || ctx.compute_capability() != 90;
   plan(ctx, wanted, nnz, union_neurons);
   tokens = saved_tokens;
 }

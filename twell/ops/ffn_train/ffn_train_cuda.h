@@ -6,9 +6,9 @@
 //           [M, F]. Takes every activation, blends with ReLU, biases and any F
 //   hybrid  gate GEMM -> TwELL. All later work, backward included, is on active neurons only, and
 //           only they are kept for backward. Tiles of 128 tokens gather the weight rows of their
-//           active neurons; for weight gradients, tiles of 128 neurons gather their tokens. Hopper
-//           only (elsewhere where `portable` is set), activations that leave zeros, no biases, F a
-//           multiple of 8; 16,384 tokens at a time
+//           active neurons; for weight gradients, tiles of 128 neurons gather their tokens. From
+//           compute capability 8.0 on, activations that leave zeros, no biases, F a multiple of 8;
+//           16,384 tokens at a time
 // Both give the same result within accumulation order, on every input. The caller picks the
 // execution from the counts of earlier steps (choose_gpu_ffn_train). Calls never synchronise,
 // repeat bit for bit, and can be captured in a CUDA graph. Throws Error where sizes do not match.
@@ -45,7 +45,7 @@ struct FfnTrainShapeCuda {
   bool biased = false;  // then F is a multiple of 8
   // What hybrid calls have; dense ones take any.
   Activation activation = Activation::kRelu;
-  // hybrid runs on its kernels for compute capability 8.0 and later, on Hopper too. No choice does.
+  // hybrid runs on its kernels for every GPU of compute capability 8.0 and later, on Hopper too.
   bool portable = false;
 };
 

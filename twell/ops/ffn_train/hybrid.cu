@@ -233,7 +233,7 @@ GateGemmCuda gate_gemm(const HybridChunk& chunk, const FfnTrainShapeCuda& shape,
 }
 
 void run_gate(CudaContext& ctx, const HybridChunk& chunk, const GateGemmCuda& problem) {
-  chunk.portable ? gate_gemm_ring_cuda(ctx, problem) : gate_gemm_cuda(ctx, problem);
+  chunk.portable ? gate_gemm_sm80_cuda(ctx, problem) : gate_gemm_cuda(ctx, problem);
 }
 cudaError_t launch_up(const HybridChunk& chunk, const tile_union::Up& up, int ctas,
                       cudaStream_t stream) {

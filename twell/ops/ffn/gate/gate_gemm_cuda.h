@@ -64,7 +64,6 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
 // The same on mma.sync, for GPUs of compute capability 8.0 or later; without progress.
 void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem);
-void gate_gemm_ring_cuda(CudaContext& ctx, const GateGemmCuda& problem);
 
 // Clears counts [rows] and `words` words of progress in front of a GEMM that adds to them and is
 // launched as its dependent. The GEMM may start while this kernel runs, but not before all earlier

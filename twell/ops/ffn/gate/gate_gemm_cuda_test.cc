@@ -28,7 +28,6 @@ struct Implementation {
 constexpr Implementation kHopper{"Hopper", gate_gemm_cuda};
 constexpr Implementation kHopperBytes{"HopperBytes", gate_gemm_cuda, true};
 constexpr Implementation kPortable{"Portable", gate_gemm_sm80_cuda};
-constexpr Implementation kRing{"Ring", gate_gemm_ring_cuda};
 
 #define GPU_TEST_OF(implementation)                                               \
   TWELL_GPU_TEST();                                                               \
@@ -167,7 +166,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, GateGemmCudaTest,
-    testing::Combine(testing::Values(kHopper, kPortable, kRing),
+    testing::Combine(testing::Values(kHopper, kPortable),
                      testing::Values(Case{1, 64, 256, 8, -3}, Case{127, 128, 512, 8, -20},
                                      Case{129, 72, 520, 8, 0}, Case{300, 192, 1000, 4, -5},
                                      Case{513, 256, 2048, 2, 0}, Case{200, 8, 256, 8, -1},
@@ -182,8 +181,7 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 class GateGemmPackingTest : public testing::TestWithParam<Implementation> {};
-INSTANTIATE_TEST_SUITE_P(Implementations, GateGemmPackingTest,
-                         testing::Values(kHopper, kPortable, kRing),
+INSTANTIATE_TEST_SUITE_P(Implementations, GateGemmPackingTest, testing::Values(kHopper, kPortable),
                          [](const auto& test) { return std::string(test.param.name); });
 
 // x is one-hot, so row m of the gate is column m of w: each row has a chosen occupancy per tile.

@@ -1,29 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gate GEMM with TwELL output on mma.sync, for GPUs of compute capability 8.0 and later. Hopper
-// has its own (gate_gemm_sm90.cu).
+// The gate GEMM with TwELL output on mma.sync, for GPUs of compute capability 8.0 and later, on
+// ring_gemm_sm80.cuh. Hopper has its own (gate_gemm_sm90.cu).
 //
-// A CTA computes 128 tokens by 256 neurons, the TwELL tile: eight warps of 64 x 64, operands in a
-// ring buffer of four stages that cp.async fills. A tile's activations are then written to the ring
-// buffer's memory as bf16, and each warp packs a row at a time: each lane holds eight neighbouring
-// columns, so that a prefix sum over the warp gives ascending order. Takes 96 KiB of shared memory,
-// which every GPU of compute capability 8.0 to 9.0 has.
+// An item is 128 tokens by 256 neurons, the TwELL tile. The epilogue writes 32 rows at a time as
+// bf16 to the ring buffer's free stage, where eight lanes pack each of them. The first k-steps of
+// the next item are loaded meanwhile.
 #include <algorithm>
 
 #include "twell/base/error.h"
 #include "twell/gpu/bf16_pair.cuh"
-#include "twell/gpu/scan.cuh"
 #include "twell/ops/ffn/gate/gate_gemm_cuda.h"
+#include "twell/ops/ffn/ring_gemm_sm80.cuh"
 
 namespace twell {
 namespace gate_gemm_sm80 {
 namespace {
 
-using gpu::warp_prefix;
+// Row tiles that share a sweep over F, for L2 reuse.
+constexpr int kGroup = 8;
 
-constexpr int kTileM = 128;
-constexpr int kTileN = 256;  // the TwELL tile
+struct GateItems {
+  static constexpr bool kColumns = false;
+  static constexpr int kLeastGroups = 4;
 
-struct Params {
   const __nv_bfloat16* x;  // [M, D]
   const __nv_bfloat16* w;  // [F, D]
   uint32_t* words;         // [M, tiles, slots]
@@ -33,209 +32,156 @@ struct Params {
   int m_tiles, n_tiles;  // n_tiles: also TwELL's per row
   int slots;             // words per (row, tile)
   uint32_t cut;          // of FATReLU
-};
+  const int32_t* condition;
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kStepK = 32;  // four 16-byte pieces per row
-constexpr int kPieces = kStepK / 8;
-constexpr int kStages = 4;
-constexpr int kBytesA = kTileM * kStepK * 2;
-constexpr int kStageBytes = (kTileM + kTileN) * kStepK * 2;
-constexpr int kPackPitch = kTileN * 2 + 16;  // padding spreads rows over the banks
-constexpr int kSharedBytes = kStages * kStageBytes;
-static_assert(kTileM * kPackPitch <= kSharedBytes);
-// Row tiles that share a sweep over F, for L2 reuse.
-constexpr int kGroup = 8;
+  __device__ __forceinline__ int take(int number) const { return blockIdx.x + number * gridDim.x; }
+  __device__ __forceinline__ int items() const { return m_tiles * n_tiles; }
+  // {first token, TwELL tile}
+  __device__ __forceinline__ int4 first(int index) const {
+    const int per_group = kGroup * n_tiles;
+    const int first_m = index / per_group * kGroup, within = index % per_group;
+    const int group = min(kGroup, m_tiles - first_m);
+    return int4{(first_m + within % group) * ring_gemm::kTileM, within / group, 0, 0};
+  }
+  __device__ __forceinline__ int4 second(const int4& item) const { return item; }
+  __device__ __forceinline__ int groups(const int4&) const { return 4; }
+  __device__ __forceinline__ int parts(const int4&) const { return 1; }
+  __device__ __forceinline__ int steps(const int4&) const {
+    return (width + ring_gemm::kStepK - 1) / ring_gemm::kStepK;
+  }
 
-// Swizzled place of one of a row's four pieces: the eight rows of an ldmatrix hit different banks.
-__device__ __forceinline__ uint32_t swizzled(int row, int piece) {
-  return (row * kPieces + (piece ^ (row / 2 % 4))) * 16;
-}
+  // Rows past the last token and the last neuron repeat it: what is computed for them is not
+  // packed.
+  struct Copies {
+    static constexpr int kRowsX = ring_gemm::kTileM / ring_gemm::kCopiedRows;
+    static constexpr int kRowsW = ring_gemm::kTileN / ring_gemm::kCopiedRows;
+    const uint4 *x, *w;                     // the item's first row
+    uint32_t x_row[kRowsX], w_row[kRowsW];  // first piece of each row, from there on
+    int piece;                              // of the next k-step, of a row
 
-__device__ __forceinline__ void copy16(uint32_t dst, const void* src, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// Loads a thread's share of `Rows` rows of a matrix, k-step by k-step.
-template <int Rows>
-class RowLoader {
- public:
-  __device__ __forceinline__ RowLoader(const __nv_bfloat16* matrix, int row, int rows, int width)
-      : from_(matrix + int64_t{row + first()} * width + piece() * 8),
-        pitch_(int64_t{width} * kPerPass),
-        left_(rows - row - first()),
-        columns_(width - piece() * 8) {}
-
-  // Loads the next k-step into a stage, zeros outside the matrix.
-  __device__ __forceinline__ void load(uint32_t dst) {
+    __device__ __forceinline__ void begin(const GateItems& problem, const int4& item, int) {
+      using namespace ring_gemm;
+      const auto row_pieces = static_cast<uint32_t>(problem.width) / 8;
+      const int token = max(item.x, 0), neuron = item.y * kTileN;
+      x = reinterpret_cast<const uint4*>(problem.x) + int64_t{token} * row_pieces;
+      w = reinterpret_cast<const uint4*>(problem.w) + int64_t{neuron} * row_pieces;
+      const auto row = [&](int i, int left) {
+        return static_cast<uint32_t>(min(copied_row() + i * kCopiedRows, left - 1)) * row_pieces;
+      };
 #pragma unroll
-    for (int i = 0; i < Rows / kPerPass; ++i) {
-      copy16(dst + swizzled(i * kPerPass + first(), piece()), from_ + i * pitch_,
-             i * kPerPass < left_ && columns_ > 0);
+      for (int i = 0; i < kRowsX; ++i) x_row[i] = row(i, problem.tokens - token);
+#pragma unroll
+      for (int i = 0; i < kRowsW; ++i) w_row[i] = row(i, problem.ffn - neuron);
+      piece = item.x < 0 ? static_cast<int>(row_pieces) : copied_piece();
     }
-    from_ += kStepK;
-    columns_ -= kStepK;
+    __device__ __forceinline__ void copy(const GateItems& problem, uint32_t stage) {
+      using namespace ring_gemm;
+      const bool inside = piece < problem.width / 8;
+      const int of_row = inside ? piece : 0;
+#pragma unroll
+      for (int i = 0; i < kRowsX; ++i) {
+        gpu::gather16(stage + copied_place(i), x + of_row + x_row[i], inside);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsW; ++i) {
+        gpu::gather16(stage + kBytesA + copied_place(i), w + of_row + w_row[i], inside);
+      }
+      piece += kPieces;
+    }
+  };
+
+  static constexpr int kRows = 32;                           // that are packed at a time
+  static constexpr int kPitch = ring_gemm::kTileN * 2 + 16;  // padding spreads rows over the banks
+  static_assert(kRows * kPitch <= ring_gemm::kStageBytes);
+
+  template <int kGroups>
+  __device__ __forceinline__ void finish(const int4& item, const float (&acc)[4][2 * kGroups][4],
+                                         uint8_t* shared) const {
+    using namespace ring_gemm;
+    static_assert(kGroups == 4);
+    const int lane = threadIdx.x % 32;
+    uint8_t* const to = shared + (warp_m() * 16 + lane / 4) * kPitch + column_of<4>(0) * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          *reinterpret_cast<uint32_t*>(to + half * 8 * kPitch + j * 16) =
+              gpu::relu_bf16x2(acc[i][j][2 * half], acc[i][j][2 * half + 1]);
+        }
+      }
+      __syncthreads();
+      pack_row(item, i * 16, shared);
+      __syncthreads();
+    }
   }
 
  private:
-  static constexpr int kPerPass = kThreads / kPieces;
-  __device__ static int first() { return threadIdx.x / kPieces; }
-  __device__ static int piece() { return threadIdx.x % kPieces; }
-
-  const __nv_bfloat16* from_;
-  int64_t pitch_;
-  int left_, columns_;
-};
-
-// Operands of one k-step of 16 for this warp's 64 tokens by 64 neurons.
-struct Fragments {
-  uint32_t a[4][4], b[4][4];
-
-  __device__ __forceinline__ void load(uint32_t stage, int k_piece, int warp_m, int warp_n) {
-    const int lane = threadIdx.x % 32;
+  // Eight lanes pack one of the rows in shared memory, which are 16 of each half of the item, from
+  // `first` on. A lane has pieces `seg`, seg + 8, .. of eight columns, and packs the lower halves
+  // of its words before the upper ones.
+  __device__ __forceinline__ void pack_row(const int4& item, int first,
+                                           const uint8_t* shared) const {
+    constexpr int kLanes = 8, kOwn = ring_gemm::kTileN / 8 / kLanes;
+    static_assert(ring_gemm::kThreads / kLanes == kRows && kOwn * 4 == 16);
+    const int seg = threadIdx.x % kLanes, of_pass = threadIdx.x / kLanes;
+    const int row = item.x + of_pass / 16 * 64 + first + of_pass % 16, tile = item.y;
+    const uint8_t* const from = shared + of_pass * kPitch;
+    uint4 own[kOwn];
+    uint32_t active = 0;  // bit k: the lower half of word k; bit 16 + k: the upper one
+    // Halves are 0 to 0x7fff; NaN is the largest. Those above the cut carry into their sign.
+    const uint32_t carry = (0x7fffu - cut) * 0x10001u;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      load_matrices(a[i], stage + swizzled(warp_m * 64 + i * 16 + lane % 16, k_piece + lane / 16));
-    }
+    for (int i = 0; i < kOwn; ++i) {
+      own[i] = *reinterpret_cast<const uint4*>(from + (seg + i * kLanes) * 16);
+      // Repeated neurons past the last one.
+      const bool exists = tile * ring_gemm::kTileN + (seg + i * kLanes) * 8 < ffn;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int row = warp_n * 64 + j * 16 + lane / 16 * 8 + lane % 8;
-      load_matrices(b[j], stage + kBytesA + swizzled(row, k_piece + lane / 8 % 2));
-    }
-  }
-  __device__ __forceinline__ void multiply(float (&acc)[4][8][4]) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        mma(acc[i][2 * j], a[i], b[j][0], b[j][1]);
-        mma(acc[i][2 * j + 1], a[i], b[j][2], b[j][3]);
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t signs = gpu::word(own[i], k) + carry & 0x80008000u;
+        active = active >> 1 | (exists ? signs : 0);
       }
     }
+    int through = __popc(active);
+    const int count = through;
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      const int other = __shfl_up_sync(~0u, through, step, kLanes);
+      if (seg >= step) through += other;
+    }
+    const int total = __shfl_sync(~0u, through, kLanes - 1, kLanes);
+    if (row >= tokens) return;
+    const int64_t slot = int64_t{row} * n_tiles + tile;
+    uint32_t* const out = words + slot * slots;
+    if (seg == 0) {
+      out[0] = static_cast<uint32_t>(total);
+      if (total >= slots) out[1] = static_cast<uint32_t>(slot);
+      if (total > 0) atomicAdd(row_nnz + row, total);
+    }
+    if (total >= slots) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const bool exists = tile * ring_gemm::kTileN + (seg + i * kLanes) * 8 < ffn;
+        uint4 v = exists ? own[i] : uint4{};
+        v.x = gpu::above(v.x, cut);
+        v.y = gpu::above(v.y, cut);
+        v.z = gpu::above(v.z, cut);
+        v.w = gpu::above(v.w, cut);
+        spill[slot * 32 + seg + i * kLanes] = v;
+      }
+      return;
+    }
+    uint32_t* next = out + 1 + through - count;
+    while (active != 0) {
+      const int bit = __ffs(static_cast<int>(active)) - 1, of = bit % 16;
+      active &= active - 1;
+      const int column = (seg + of / 4 * kLanes) * 8 + of % 4 * 2 + bit / 16;
+      const uint32_t value = *reinterpret_cast<const uint16_t*>(from + column * 2);
+      *next++ = value << 16 | ((tile * ring_gemm::kTileN + column) & 0xffff);
+    }
   }
 };
-
-// A whole warp packs one row of a tile, eight values per lane.
-__device__ __forceinline__ void pack_row(const Params& params, const uint4& eight, int row,
-                                         int tile) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-  int count = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) count += ((pairs[i] & 0xffffu) != 0) + (pairs[i] >> 16 != 0);
-  int total;
-  const int before = warp_prefix(count, total);
-  const int64_t slot = int64_t{row} * params.n_tiles + tile;
-  uint32_t* words = params.words + slot * params.slots;
-  if (lane == 0) {
-    words[0] = total;
-    if (total >= params.slots) words[1] = static_cast<uint32_t>(slot);
-    if (total > 0) atomicAdd(params.row_nnz + row, total);
-  }
-  if (total >= params.slots) {
-    params.spill[slot * 32 + lane] = eight;
-    return;
-  }
-  uint32_t* next = words + 1 + before;
-  const uint32_t column = (tile * kTileN + lane * 8) & 0xffff;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if ((pairs[i] & 0xffffu) != 0) *next++ = (pairs[i] << 16) + column + 2 * i;
-    if (pairs[i] >> 16 != 0) *next++ = (pairs[i] & 0xffff0000u) + column + 2 * i + 1;
-  }
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-    gate_gemm_sm80_kernel(const __grid_constant__ Params params) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warp_m = warp % 2, warp_n = warp / 2;
-  const int per_group = kGroup * params.n_tiles;
-  const int first_m = blockIdx.x / per_group * kGroup, within = blockIdx.x % per_group;
-  const int group = min(kGroup, params.m_tiles - first_m);
-  const int row = (first_m + within % group) * kTileM, tile = within / group;
-
-  const int steps = (params.width + kStepK - 1) / kStepK;
-  RowLoader<kTileM> tokens(params.x, row, params.tokens, params.width);
-  RowLoader<kTileN> neurons(params.w, tile * kTileN, params.ffn, params.width);
-  const auto load = [&](int step) {
-    if (step < steps) {
-      const uint32_t stage = ring + step % kStages * kStageBytes;
-      tokens.load(stage);
-      neurons.load(stage + kBytesA);
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  float acc[4][8][4] = {};
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) load(i);
-  const auto next_stage = [&] {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncthreads();
-  };
-  // Fragments are loaded one k-step ahead of their products, across stages too.
-  Fragments fragments[2];
-  next_stage();
-  fragments[0].load(ring, 0, warp_m, warp_n);
-  for (int step = 0; step < steps; ++step) {
-    fragments[1].load(ring + step % kStages * kStageBytes, 2, warp_m, warp_n);
-    load(step + kStages - 1);  // into the stage before this one
-    fragments[0].multiply(acc);
-    next_stage();
-    if (step + 1 < steps) {
-      fragments[0].load(ring + (step + 1) % kStages * kStageBytes, 0, warp_m, warp_n);
-    }
-    fragments[1].multiply(acc);
-  }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();
-
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      uint8_t* to = shared + (warp_m * 64 + i * 16 + lane / 4) * kPackPitch +
-                    (warp_n * 64 + j * 8 + lane % 4 * 2) * 2;
-      *reinterpret_cast<uint32_t*>(to) =
-          gpu::above(gpu::relu_bf16x2(acc[i][j][0], acc[i][j][1]), params.cut);
-      *reinterpret_cast<uint32_t*>(to + 8 * kPackPitch) =
-          gpu::above(gpu::relu_bf16x2(acc[i][j][2], acc[i][j][3]), params.cut);
-    }
-  }
-  __syncthreads();
-#pragma unroll 4
-  for (int r = warp; r < kTileM; r += kWarps) {
-    if (row + r >= params.tokens) break;
-    // Rows of w past the last neuron are read as zeros, whose products with Inf or NaN are NaN.
-    const bool exists = tile * kTileN + lane * 8 < params.ffn;
-    const auto* values = reinterpret_cast<const uint4*>(shared + r * kPackPitch + lane * 16);
-    pack_row(params, exists ? *values : uint4{}, row + r, tile);
-  }
-}
-
-cudaError_t launch(const Params& params, cudaStream_t stream) {
-  const cudaError_t status = cudaFuncSetAttribute(
-      gate_gemm_sm80_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status != cudaSuccess) return status;
-  gate_gemm_sm80_kernel<<<params.m_tiles * params.n_tiles, kThreads, kSharedBytes, stream>>>(
-      params);
-  return cudaGetLastError();
-}
 
 }  // namespace
 }  // namespace gate_gemm_sm80
@@ -249,19 +195,22 @@ void gate_gemm_sm80_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
   if (problem.tokens == 0) return;
   TWELL_CUDA_CHECK(cudaMemsetAsync(
       problem.out.row_nnz, 0, static_cast<size_t>(problem.tokens) * sizeof(int32_t), ctx.stream()));
-  const Params params{problem.x,
-                      problem.w_gate,
-                      problem.out.words,
-                      reinterpret_cast<uint4*>(problem.out.spill),
-                      problem.out.row_nnz,
-                      static_cast<int>(problem.tokens),
-                      static_cast<int>(problem.width),
-                      static_cast<int>(problem.ffn),
-                      static_cast<int>((problem.tokens + kTileM - 1) / kTileM),
-                      static_cast<int>(problem.out.shape.tiles()),
-                      problem.out.shape.slots(),
-                      problem.cut};
-  TWELL_CUDA_CHECK(launch(params, ctx.stream()));
+  const auto tiles = [](int64_t size, int of) { return static_cast<int>((size + of - 1) / of); };
+  const GateItems items{problem.x,
+                        problem.w_gate,
+                        problem.out.words,
+                        reinterpret_cast<uint4*>(problem.out.spill),
+                        problem.out.row_nnz,
+                        static_cast<int>(problem.tokens),
+                        static_cast<int>(problem.width),
+                        static_cast<int>(problem.ffn),
+                        tiles(problem.tokens, ring_gemm::kTileM),
+                        static_cast<int>(problem.out.shape.tiles()),
+                        problem.out.shape.slots(),
+                        problem.cut,
+                        problem.condition};
+  const int ctas = std::min(items.m_tiles * items.n_tiles, ctx.multiprocessors());
+  TWELL_CUDA_CHECK(ring_gemm::launch(items, ctas, ctx.stream()));
 }
 
 }  // namespace twell

@@ -16,74 +16,76 @@ struct RingProblem : Items {
   static_assert(ring_gemm::kTileM == kTileTokens && ring_gemm::kTileN == tile_union::kColumns);
 
   __device__ __forceinline__ int groups(const int4&) const { return 4; }
-  // Two k-steps for each block. An item without any has one, of zeros.
+  // One or two sums, of two k-steps for each block. An item without any has one, of zeros.
+  __device__ __forceinline__ int parts(const int4& item) const {
+    return this->operands(item).passes;
+  }
   __device__ __forceinline__ int steps(const int4& item) const {
-    return max(2 * this->operands(item).k_steps(), 1);
+    return max(2 * this->operands(item).blocks, 1);
   }
 
   struct Copies {
-    const uint4 *a[2], *b[2];  // this lane's column of B
-    const int32_t* ids;
-    int positions, steps_of_pass;
-    bool inside;
-    int4 next;  // the ids of the next k-step's rows that this warp copies
+    static constexpr int kRows = ring_gemm::kStepK / (ring_gemm::kThreads / 32);  // of a warp
+    static_assert(kRows == 4 && ring_gemm::kStepK * 2 == kBlock);
+    const uint4 *a, *b;  // this thread's first row of the block of A, this lane's column of B
+    const int32_t* ids;  // of the next k-step but one, that this warp copies
+    int positions;       // ids from those of the next k-step to the end
+    int odd;             // 4 in every second k-step, the second half of a block
+    bool any, inside;
+    int4 rows;  // ids of the next k-step
 
-    __device__ __forceinline__ void load_ids(int step) {
-      constexpr int kRows = ring_gemm::kStepK / (ring_gemm::kThreads / 32);
-      static_assert(kRows == 4);
-      const int position = step * ring_gemm::kStepK + threadIdx.x / 32 * kRows;
-      next = position < positions ? __ldg(reinterpret_cast<const int4*>(ids + position))
-                                  : int4{-1, -1, -1, -1};
+    __device__ __forceinline__ void load_ids() {
+      rows = int4{-1, -1, -1, -1};
+      if (positions > 0) rows = __ldg(reinterpret_cast<const int4*>(ids));
+      ids += ring_gemm::kStepK;
     }
-    __device__ __forceinline__ void begin(const RingProblem& problem, const int4& item) {
-      const Operands operands = problem.operands(item);
-      const int lane = threadIdx.x % 32;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        a[i] = reinterpret_cast<const uint4*>(operands.a[i]);
-        b[i] = operands.b[i] + operands.column / 8 + lane;
-      }
-      ids = operands.ids;
-      positions = operands.positions;
-      steps_of_pass = 2 * operands.blocks;
+    __device__ __forceinline__ void begin(const RingProblem& problem, const int4& item, int part) {
+      // Behind the last item addresses stay those of memory, though nothing is read.
+      const bool exists = item.x >= 0;
+      const Operands operands = problem.operands(exists ? item : int4{});
+      const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRows;
+      const auto* images = reinterpret_cast<const uint4*>(part > 0 ? operands.a[1] : operands.a[0]);
+      a = images + ring_gemm::copied_row() * (kBlock / 8);
       inside = operands.column + lane * 8 < problem.width;
-      load_ids(0);
+      b = (part > 0 ? operands.b[1] : operands.b[0]) + (inside ? operands.column / 8 + lane : 0);
+      ids = operands.ids + first;
+      positions = exists ? operands.positions - first : 0;
+      odd = 0;
+      any = exists && operands.positions > 0;
+      load_ids();
     }
-    __device__ __forceinline__ void copy(const RingProblem& problem, uint32_t stage, int step) {
-      using ring_gemm::copied_piece, ring_gemm::copied_place, ring_gemm::copied_row;
-      using ring_gemm::kCopiedRows, ring_gemm::kPieces, ring_gemm::kStepK, ring_gemm::kTileM;
-      using ring_gemm::n_major_place;
-      const bool second = step >= steps_of_pass && positions > 0;
-      const int of_pass = second ? step - steps_of_pass : step;
+    __device__ __forceinline__ void copy(const RingProblem& problem, uint32_t stage) {
+      using namespace ring_gemm;
+      const int4 now = rows;
+      const int left = positions;
+      positions -= kStepK;
+      load_ids();  // early, because they come from memory
       // Half of a block: four of the eight pieces of each row, which the image permutes.
-      const uint4* image = (second ? a[1] : a[0]) + int64_t{of_pass / 2} * (gathered::kBytesA / 16);
+      const uint4* image = a + (odd ^ copied_piece() ^ (copied_row() % 8));
 #pragma unroll
       for (int i = 0; i < kTileM / kCopiedRows; ++i) {
-        const int row = copied_row() + i * kCopiedRows;
-        const int piece = (of_pass % 2 * kPieces + copied_piece()) ^ (row % 8);
-        gpu::gather16(stage + copied_place(i), image + row * (kBlock / 8) + piece, positions > 0);
+        gpu::gather16(stage + copied_place(i), image + i * (kCopiedRows * kBlock / 8), any);
       }
-      const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 4;
-      const uint4* from = second ? b[1] : b[0];
-      const int pieces = problem.width / 8;
-      const int4 rows = next;
-      const int left = positions - of_pass * kStepK - first;
+      const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRows;
       const auto copy_row = [&](int r, int id) {
         const bool valid = inside && r < left && id >= 0;
+        const auto row = static_cast<uint32_t>(valid ? id : 0);
+        const auto offset = uint64_t{row} * (static_cast<uint32_t>(problem.width) * 2);
         gpu::gather16(stage + ring_gemm::kBytesA + n_major_place(first + r, lane),
-                      from + (valid ? int64_t{id} * pieces : 0), valid);
+                      reinterpret_cast<const uint8_t*>(b) + offset, valid);
       };
-      copy_row(0, rows.x);
-      copy_row(1, rows.y);
-      copy_row(2, rows.z);
-      copy_row(3, rows.w);
-      load_ids(of_pass + 1 == steps_of_pass ? 0 : of_pass + 1);
+      copy_row(0, now.x);
+      copy_row(1, now.y);
+      copy_row(2, now.z);
+      copy_row(3, now.w);
+      a += odd * (static_cast<int>(gathered::kBytesA) / 16 / kPieces);
+      odd ^= kPieces;
     }
   };
 
   template <int kGroups>
   __device__ __forceinline__ void finish(const int4& item, const float (&acc)[4][2 * kGroups][4],
-                                         int32_t*) const {
+                                         uint8_t*) const {
     this->store(item, acc);
   }
 };

@@ -45,54 +45,60 @@ struct UpItems {
                 tiles.union_size[item.x] - begin * kBlock};
   }
   __device__ __forceinline__ int groups(const int4& item) const { return item.z; }
+  __device__ __forceinline__ int parts(const int4&) const { return 1; }
   __device__ __forceinline__ int steps(const int4&) const {
     return (width + ring_gemm::kStepK - 1) / ring_gemm::kStepK;
   }
 
   struct Copies {
-    static constexpr uint32_t kNone = ~0u;
-    uint32_t x[ring_gemm::kTileM / ring_gemm::kCopiedRows];  // first piece of the row, or kNone
-    uint32_t w[ring_gemm::kTileN / ring_gemm::kCopiedRows];
-    int blocks;
+    static constexpr int kRowsX = ring_gemm::kTileM / ring_gemm::kCopiedRows;
+    static constexpr int kRowsW = ring_gemm::kTileN / ring_gemm::kCopiedRows;
+    static_assert(ring_gemm::kCopiedRows == kBlock);
+    const uint4 *x, *w;                     // this thread's piece of the next k-step, of row 0
+    uint32_t x_row[kRowsX], w_row[kRowsW];  // first piece of each row
+    uint32_t rows;                          // a bit for each that is read: x_row, then w_row
+    int blocks;                             // of w_row that are copied
+    int pieces;                             // of a row, from this thread's on
 
-    __device__ __forceinline__ void begin(const UpItems& problem, const int4& item) {
+    __device__ __forceinline__ void begin(const UpItems& problem, const int4& item, int) {
       using namespace ring_gemm;
-      static_assert(kCopiedRows == kBlock);
-      const int pieces = problem.width / 8;
+      const int row_pieces = problem.width / 8;
+      x = reinterpret_cast<const uint4*>(problem.x) + copied_piece();
+      w = reinterpret_cast<const uint4*>(problem.weight) + copied_piece();
+      rows = 0;
+      blocks = item.x < 0 ? 0 : item.z;
+      pieces = item.x < 0 ? 0 : row_pieces - copied_piece();
       const int32_t* tokens = problem.tiles.tokens + item.x * kTileTokens;
       const int32_t* ids = problem.tiles.union_ids + int64_t{item.y} * kBlock;
-      blocks = item.z;
 #pragma unroll
-      for (int i = 0; i < kTileM / kCopiedRows; ++i) {
-        const int token = tokens[copied_row() + i * kCopiedRows];
-        x[i] = token < 0 ? kNone : static_cast<uint32_t>(token) * pieces + copied_piece();
+      for (int i = 0; i < kRowsX; ++i) {
+        const int token = item.x < 0 ? -1 : tokens[copied_row() + i * kCopiedRows];
+        x_row[i] = static_cast<uint32_t>(max(token, 0)) * row_pieces;
+        if (token >= 0) rows |= 1u << i;
       }
 #pragma unroll
-      for (int i = 0; i < kTileN / kCopiedRows; ++i) {
+      for (int i = 0; i < kRowsW; ++i) {
         const int position = copied_row() + i * kCopiedRows;
-        w[i] = position < item.w && i < blocks
-                   ? static_cast<uint32_t>(ids[position]) * pieces + copied_piece()
-                   : kNone;
+        const bool valid = i < blocks && position < item.w;
+        w_row[i] = valid ? static_cast<uint32_t>(ids[position]) * row_pieces : 0;
+        if (valid) rows |= 1u << (kRowsX + i);
       }
     }
-    __device__ __forceinline__ void copy(const UpItems& problem, uint32_t stage, int step) const {
+    __device__ __forceinline__ void copy(const UpItems&, uint32_t stage) {
       using namespace ring_gemm;
-      const int piece = step * kPieces;
-      const bool inside = piece + copied_piece() < problem.width / 8;
-      const auto* from_x = reinterpret_cast<const uint4*>(problem.x) + piece;
-      const auto* from_w = reinterpret_cast<const uint4*>(problem.weight) + piece;
+      const uint32_t read = pieces > 0 ? rows : 0;
 #pragma unroll
-      for (int i = 0; i < kTileM / kCopiedRows; ++i) {
-        const bool valid = inside && x[i] != kNone;
-        gpu::gather16(stage + copied_place(i), from_x + (valid ? x[i] : 0), valid);
+      for (int i = 0; i < kRowsX; ++i) {
+        gpu::gather16(stage + copied_place(i), x + x_row[i], (read >> i & 1) != 0);
       }
 #pragma unroll
-      for (int i = 0; i < kTileN / kCopiedRows; ++i) {
-        if (i >= blocks) break;
-        const bool valid = inside && w[i] != kNone;
-        gpu::gather16(stage + ring_gemm::kBytesA + copied_place(i), from_w + (valid ? w[i] : 0),
-                      valid);
+      for (int i = 0; i < kRowsW; ++i) {
+        gather16_if(i < blocks, stage + kBytesA + copied_place(i), w + w_row[i],
+                    (read >> (kRowsX + i) & 1) != 0);
       }
+      x += kPieces;
+      w += kPieces;
+      pieces -= kPieces;
     }
   };
 
@@ -114,7 +120,7 @@ struct UpItems {
 
   template <int kGroups>
   __device__ __forceinline__ void finish(const int4& item, const float (&acc)[4][2 * kGroups][4],
-                                         int32_t*) const {
+                                         uint8_t*) const {
     using namespace ring_gemm;
     auto* image = reinterpret_cast<uint4*>(out) + int64_t{item.y} * (kTileTokens * kBlock / 8);
     const int quad = threadIdx.x % 4;
