@@ -65,11 +65,9 @@ def main():
     parser.add_argument("--tasks")
     parser.add_argument("--task-data")
     arguments = parser.parse_args()
-    kinds = {"stored": []}
-    if arguments.device == "cuda":
-        kinds["fp8"] = ["--weights", "fp8"]
-    else:
-        kinds |= {"int8": ["--weights", "int8"], "+ head": ["--weights", "int8", "--head", "8bit"]}
+    type_of_weights = "fp8" if arguments.device == "cuda" else "int8"
+    in_bytes = ["--weights", type_of_weights]
+    kinds = {"stored": [], type_of_weights: in_bytes, "+ head": [*in_bytes, "--head", "8bit"]}
     lines = [line for line in pathlib.Path(arguments.text).read_text().splitlines() if len(line) > 40]
     with tempfile.TemporaryDirectory() as folder:
         prompts = pathlib.Path(folder) / "prompts.txt"

@@ -376,6 +376,38 @@ TEST_F(UsageCliTest, StandardInputAndRunFolders) {
             nlohmann::json::parse(named.out)["cross_entropy"]);
 }
 
+// --compute bf16 where the processor multiplies it; elsewhere it is refused, and nothing is made.
+TEST_F(UsageCliTest, ComputesInBf16WhereTheProcessorDoes) {
+  const std::vector<std::string> eval = {"eval",         "--checkpoint", golden("tasks/model"),
+                                         "--data",       "text/1.txt",   "--json",
+                                         "--max-tokens", "400",          "--device",
+                                         "cpu"};
+  const auto with = [](std::vector<std::string> arguments, const std::string& compute) {
+    arguments.insert(arguments.end(), {"--compute", compute});
+    return arguments;
+  };
+  expect_refused(with(eval, "int8"), "--compute");
+  const bool has = slurp("/proc/cpuinfo").find(" avx512_bf16 ") != std::string::npos;
+  EXPECT_EQ(nlohmann::json::parse(run({"doctor", "--json"}).out)["compute_bf16"], has);
+  if (!has) {
+    const std::string fault =
+        "this processor has no products of bf16 (AVX512_BF16 or AMX), and emulated ones would be "
+        "slower than f32: compute in f32, the default";
+    expect_refused(with(eval, "bf16"), fault);
+    expect_refused(with(train("run", {"--steps", "2", "--device", "cpu"}), "bf16"), fault);
+    EXPECT_FALSE(fs::exists(folder_ / "run"));
+    return;
+  }
+  const auto cross_entropy = [&](const std::string& compute) {
+    const Result result = run(with(eval, compute));
+    EXPECT_EQ(result.code, 0) << result.err;
+    return nlohmann::json::parse(result.out)["cross_entropy"].get<double>();
+  };
+  const double exact = cross_entropy("f32"), rounded = cross_entropy("bf16");
+  EXPECT_NE(rounded, exact);
+  EXPECT_NEAR(rounded, exact, 1e-3 * exact);
+}
+
 // Prompts that do not fit are named, and the others are answered.
 TEST_F(UsageCliTest, APromptThatDoesNotFit) {
   ASSERT_EQ(run(train("one", {"--steps", "2"})).code, 0);

@@ -125,7 +125,7 @@ struct EngineArguments {
   int64_t slots = 16, context = 0;
   bool cache_8bit = false;
   int64_t speculate = 0;
-  std::string weights = "stored", head = "stored";
+  std::string weights = "stored", head = "stored", compute = "f32";
 };
 
 // A model that is loaded, and the scheduler of its requests.
@@ -163,6 +163,12 @@ class LoadedEngine {
     TWELL_REQUIRE(arguments.head == "stored" || arguments.head == "8bit",
                   "unknown type of the output head '{}'; use stored or 8bit", arguments.head);
     load.head_in_bytes = arguments.head == "8bit";
+    TWELL_REQUIRE(
+        arguments.compute == "f32" || device_ < 0,
+        "compute '{}' is for the CPU, and a GPU computes in bf16 anyway: add device='cpu', "
+        "or leave compute out",
+        arguments.compute);
+    const MatmulCompute compute = parse_matmul_compute(arguments.compute);
 #ifdef TWELL_HAVE_CUDA
     if (device_ >= 0) {
       select_device();
@@ -177,7 +183,11 @@ class LoadedEngine {
       }
     }
 #endif
-    if (engine_ == nullptr) engine_ = std::make_unique<EngineCpu>(folder_, arguments.threads, load);
+    if (engine_ == nullptr) {
+      auto cpu = std::make_unique<EngineCpu>(folder_, arguments.threads, load);
+      cpu->set_compute(compute);
+      engine_ = std::move(cpu);
+    }
     policy_ = options.ffn;
     session_ = engine_->session(options);
     scheduler_ = std::make_unique<Scheduler>(*session_, tokenizer_,
@@ -457,19 +467,21 @@ NB_MODULE(_engine, m) {
         return found;
       });
   bind_training(m);
-  m.def("load", [](const std::string& checkpoint, const std::string& device, int threads,
-                   int64_t slots, int64_t context, const std::string& ffn, bool cache_8bit,
-                   int64_t speculate, const std::string& weights, const std::string& head) {
-    const nb::gil_scoped_release release;
-    return std::make_shared<LoadedEngine>(EngineArguments{.checkpoint = checkpoint,
-                                                          .device = device,
-                                                          .ffn = ffn,
-                                                          .threads = threads,
-                                                          .slots = slots,
-                                                          .context = context,
-                                                          .cache_8bit = cache_8bit,
-                                                          .speculate = speculate,
-                                                          .weights = weights,
-                                                          .head = head});
-  });
+  m.def("load",
+        [](const std::string& checkpoint, const std::string& device, int threads, int64_t slots,
+           int64_t context, const std::string& ffn, bool cache_8bit, int64_t speculate,
+           const std::string& weights, const std::string& head, const std::string& compute) {
+          const nb::gil_scoped_release release;
+          return std::make_shared<LoadedEngine>(EngineArguments{.checkpoint = checkpoint,
+                                                                .device = device,
+                                                                .ffn = ffn,
+                                                                .threads = threads,
+                                                                .slots = slots,
+                                                                .context = context,
+                                                                .cache_8bit = cache_8bit,
+                                                                .speculate = speculate,
+                                                                .weights = weights,
+                                                                .head = head,
+                                                                .compute = compute});
+        });
 }

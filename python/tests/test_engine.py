@@ -3,6 +3,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +135,20 @@ def test_weights_in_8_bits(checkpoint, engine):
         twell.Engine(checkpoint, device="cpu", weights="fp8")
     with pytest.raises(ValueError, match="unknown type of weights 'int4'"):
         twell.Engine(checkpoint, device="cpu", weights="int4")
+
+
+def test_products_in_bf16(checkpoint, engine):
+    with pytest.raises(ValueError, match="unknown type of products 'int8': f32 or bf16"):
+        twell.Engine(checkpoint, device="cpu", compute="int8")
+    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text().split():
+        with pytest.raises(ValueError, match="no products of bf16 .*: compute in f32, the default"):
+            twell.Engine(checkpoint, device="cpu", compute="bf16")
+        return
+    # Only prompts of more than 16 tokens are multiplied in bf16.
+    ids = (engine.encode("one and two are three") * 10)[:40]
+    rounded = twell.Engine(checkpoint, device="cpu", threads=1, context=48, compute="bf16")
+    want, got = (torch.from_dlpack(e.logits(ids)) for e in (engine, rounded))
+    assert 0 < (got - want).norm() / want.norm() < 2**-6
 
 
 def test_chat(engine):

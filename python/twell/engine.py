@@ -99,6 +99,8 @@ class Engine:
     weights: the layers' projections: "stored", as the checkpoint has them, "fp8" (on a Hopper GPU) or
         "int8" (on the CPU), rounded when they are loaded, less exact.
     head: the output head: "stored", or "8bit" (with projections in fp8 or int8).
+    compute: how the CPU multiplies prompts: "f32", or "bf16", faster and less exact, where the
+        processor has AVX512_BF16 or AMX.
     """
 
     def __init__(
@@ -113,10 +115,21 @@ class Engine:
         speculate: int = 0,
         weights: str = "stored",
         head: str = "stored",
+        compute: str = "f32",
     ) -> None:
         self._checkpoint = str(checkpoint)
         self._loaded = _engine.load(
-            self._checkpoint, device, threads, slots, context, ffn, cache_8bit, speculate, weights, head
+            self._checkpoint,
+            device,
+            threads,
+            slots,
+            context,
+            ffn,
+            cache_8bit,
+            speculate,
+            weights,
+            head,
+            compute,
         )
 
     def __repr__(self) -> str:

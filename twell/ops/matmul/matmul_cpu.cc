@@ -362,7 +362,7 @@ MatmulCompute parse_matmul_compute(std::string_view name) {
   TWELL_REQUIRE(name == "bf16", "unknown type of products '{}': f32 or bf16", name);
   TWELL_REQUIRE(has_bf16_products(),
                 "this processor has no products of bf16 (AVX512_BF16 or AMX), and emulated ones "
-                "would be slower than f32: leave --compute out");
+                "would be slower than f32: compute in f32, the default");
   return MatmulCompute::kBF16;
 }
 
