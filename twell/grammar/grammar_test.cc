@@ -10,6 +10,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <regex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -190,6 +191,35 @@ TEST_F(GrammarTest, ObjectsAndTheirTokensAreTakenBack) {
       filter->accept(i, ids[i]);
     }
     EXPECT_FALSE(fits) << text;
+  }
+}
+
+// Against the standard library's regular expressions, on every text of up to five letters.
+TEST_F(GrammarTest, PatternsAreThoseOfRegularExpressions) {
+  const char* patterns[] = {
+      "(ab+)?c",    "(a+b)?c",       "a(bc*)?",     "(a*b)?c",    "(ab*|c){2,}", "(ab*|c){0,}",
+      "(a|b)?c",    "((ab)+c)?a",    "a?b?c?",      "(ab?)+",     "(a{1,2}b)?c", "(ab*){0,2}",
+      "((a|b*)c)?", "(ab*|c){2}",    "a(|b+)c",     "(a+)?b",     "(?:ab+)?c",   "(a*)*b",
+      "(a(bc?)?)?", "(a|bc*){1,2}c", "(a*|b){3,}c", "[ab]{2,}c?", "(ab)*?c"};
+  std::vector<std::string> texts = {""};
+  for (size_t i = 0; texts[i].size() < 5; ++i) {
+    for (const char* one : {"a", "b", "c"}) texts.push_back(texts[i] + one);
+  }
+  for (const std::string pattern : patterns) {
+    const std::regex expression(pattern);
+    const Grammar grammar =
+        compiler_.compile({GrammarText::Kind::kJsonSchema,
+                           R"({"type": "string", "pattern": "^)" + pattern + R"($"})"});
+    for (const std::string& text : texts) {
+      const auto filter = grammar.filter(std::vector<int32_t>{kEnd});
+      bool fits = true;
+      for (uint64_t i = 0; const char one : "\"" + text + "\"") {
+        const int32_t id = tokenizer_.find(std::string(1, one));
+        fits = fits && mask_allows(mask_of(*filter), id);
+        if (fits) filter->accept(i++, id);
+      }
+      ASSERT_EQ(fits, std::regex_match(text, expression)) << pattern << ": " << text;
+    }
   }
 }
 
