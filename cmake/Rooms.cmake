@@ -36,6 +36,10 @@ if(TWELL_SANITIZE)
   target_compile_options(twell_flags INTERFACE -fsanitize=${TWELL_SANITIZE}
     -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(twell_flags INTERFACE -fsanitize=${TWELL_SANITIZE})
+  find_program(twell_lld ld.lld)
+  if(twell_lld)  # takes a third of the time of GNU ld
+    target_link_options(twell_flags INTERFACE -fuse-ld=lld)
+  endif()
   if(NOT TWELL_FUZZ)
     # These shorten the build. Undefined behaviour ends in a trap, which AddressSanitizer reports with
     # its stack, because a message of its own for every check is several times the code; the vptr
@@ -86,7 +90,8 @@ endif()
 # these, which takes GCC a quarter less time.
 set(twell_quick_rooms)
 if(TWELL_TESTS AND TWELL_PRECOMPILE AND NOT TWELL_SANITIZE)
-  set(twell_quick_rooms chat_template checkpoint data dist grammar parquet serve tasks train)
+  set(twell_quick_rooms base bench chat_template checkpoint data dist grammar infer model parquet serve
+    tasks tokenizer train)
 endif()
 
 # Precompiled headers of the library: a small source takes longer to parse these than to compile.
@@ -291,12 +296,33 @@ function(twell_cuda_architectures)
   endforeach()
 endfunction()
 
+# twell_shared_cuda: *.cu that need nothing but base/, of rooms that have no other. They are one unit of
+# the room base, since each by itself takes nvcc longer for headers than for its kernels.
+set(twell_shared_cuda)
+if(CMAKE_UNITY_BUILD)
+  set(twell_shared_cuda gpu/machine_code.cu gpu/measure_device.cu format/byte_matrix.cu
+    ops/decode/gate_screen.cu ops/embedding/embedding.cu ops/rms_norm/rms_norm.cu ops/rope/rope.cu
+    ops/bias/bias.cu ops/adamw/adamw.cu model/tensor_upload.cu infer/sampler.cu)
+endif()
+
 # twell_cuda_units(suffix out source...): with CMAKE_UNITY_BUILD, the room's *.cu as units of five, of
 # Hopper's kernels and of portable ones; nvcc parses headers up to three times per unit, which takes
 # longer than most kernels. Names in unnamed namespaces of these differ, as in C++ units. The list `out`
 # has the units in the place of their sources.
 function(twell_cuda_units suffix out)
   set(all ${ARGN})
+  set(shared ${twell_shared_cuda})
+  list(TRANSFORM shared PREPEND ${PROJECT_SOURCE_DIR}/twell/)
+  list(REMOVE_ITEM all ${shared} "")
+  if(suffix STREQUAL "base" AND shared)
+    set(text)
+    foreach(file ${twell_shared_cuda})
+      string(APPEND text "#include \"twell/${file}\"\n")
+    endforeach()
+    set(unit ${CMAKE_CURRENT_BINARY_DIR}/units/shared_portable.cu)
+    file(CONFIGURE OUTPUT ${unit} CONTENT "${text}" @ONLY)
+    list(APPEND all ${unit})
+  endif()
   foreach(kind sm90 portable)
     set(files ${all})
     list(FILTER files INCLUDE REGEX "\\.cu$")

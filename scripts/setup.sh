@@ -21,7 +21,7 @@ if command -v nvcc >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]]; then
   cuda=1
 fi
 option=${1:-}
-clang=(clang libclang-rt-dev libomp-dev)
+clang=(clang lld libclang-rt-dev libomp-dev)
 if [[ $option == --fuzz ]]; then
   packages+=("${clang[@]}")
 elif [[ $option == --test ]]; then

@@ -59,7 +59,8 @@ jobs=$(nproc)
 if [[ $quick == 0 ]]; then
   step "sanitizer build: AddressSanitizer and UndefinedBehaviorSanitizer (PyTorch downloads meanwhile)"
   later python_install scripts/test_python.sh --install
-  cmake --preset asan >/dev/null
+  # Without the preset's -g1 the build takes a seventh less; reports then name functions, but no lines.
+  cmake --preset asan -DCMAKE_CXX_FLAGS_SANITIZE=-O1 >/dev/null
   cmake --build --preset asan
   later asan_tests ctest --test-dir build/asan --output-on-failure -j "$jobs"
 fi

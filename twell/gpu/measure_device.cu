@@ -9,16 +9,16 @@
 namespace twell {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kMeasureThreads = 256;
 constexpr int kRuns = 5;
 
 // Sums what it reads, so that the reads stay; `out` is written in one case of 2^32.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMeasureThreads)
     read_memory_kernel(const uint4* __restrict__ from, int64_t count, uint32_t* out) {
   uint32_t sum = 1;
-  const int64_t step = int64_t{gridDim.x} * kThreads;
+  const int64_t step = int64_t{gridDim.x} * kMeasureThreads;
 #pragma unroll 8
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
+  for (int64_t i = int64_t{blockIdx.x} * kMeasureThreads + threadIdx.x; i < count; i += step) {
     const uint4 v = from[i];
     sum += v.x ^ v.y ^ v.z ^ v.w;
   }
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kSums = 8;  // that do not depend on each other, per warp
 constexpr int kRounds = 2048;
 constexpr double kFlopsOfMma = 2.0 * 16 * 8 * 16;
-__global__ void __launch_bounds__(kThreads) multiply_kernel(float* out) {
+__global__ void __launch_bounds__(kMeasureThreads) multiply_kernel(float* out) {
   float sums[kSums][4] = {};
   const uint32_t a = threadIdx.x * 0x00010001u, b = 0x3f803f80u;  // tiny values, and ones
 #pragma unroll 1
@@ -91,7 +91,7 @@ cudaError_t measure(cudaStream_t stream, void* memory, int64_t bytes, DeviceFigu
   status = events.best(
       stream,
       [&] {
-        read_memory_kernel<<<ctas, kThreads, 0, stream>>>(
+        read_memory_kernel<<<ctas, kMeasureThreads, 0, stream>>>(
             static_cast<const uint4*>(memory), bytes / 16, static_cast<uint32_t*>(memory));
       },
       us);
@@ -101,9 +101,10 @@ cudaError_t measure(cudaStream_t stream, void* memory, int64_t bytes, DeviceFigu
   const auto filled = static_cast<unsigned>(2 * sms);
   status = events.best(
       stream,
-      [&] { multiply_kernel<<<filled, kThreads, 0, stream>>>(static_cast<float*>(memory)); }, us);
+      [&] { multiply_kernel<<<filled, kMeasureThreads, 0, stream>>>(static_cast<float*>(memory)); },
+      us);
   if (status != cudaSuccess) return status;
-  figures.mma_flops = kFlopsOfMma * kSums * kRounds * (kThreads / 32.0) * filled / us;
+  figures.mma_flops = kFlopsOfMma * kSums * kRounds * (kMeasureThreads / 32.0) * filled / us;
 
   constexpr int kLaunches = 200;
   status = events.best(

@@ -11,8 +11,8 @@ namespace {
 
 using u64 = unsigned long long;
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
+constexpr int kSamplerThreads = 1024;
+constexpr int kSamplerWarps = kSamplerThreads / 32;
 constexpr int kDigitBits = 4;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr float kOne = 4294967296.0f;  // weight of the most likely token
@@ -64,7 +64,7 @@ class Row {
     if (threadIdx.x == 0) sum = 0;
     __syncthreads();
     u64 mine = 0, tie = 0;
-    for (int64_t i = threadIdx.x; i < vocab_; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < vocab_; i += kSamplerThreads) {
       const uint32_t key = key_of(logits_[i]);
       if (key > prefix.key) mine += count(logits_[i]);
       if (key == prefix.key) tie = count(logits_[i]);
@@ -91,7 +91,7 @@ class Row {
       __syncthreads();
       u64 mine[kDigits] = {};
       const int fixed = shift + kDigitBits;  // lowest bit of the digits found already
-      for (int64_t i = threadIdx.x; i < vocab_; i += kThreads) {
+      for (int64_t i = threadIdx.x; i < vocab_; i += kSamplerThreads) {
         const uint32_t key = key_of(logits_[i]);
         if (fixed < 32 && (key >> fixed) != (found >> fixed)) continue;
         const uint32_t digit = (key >> shift) % kDigits;
@@ -114,7 +114,7 @@ class Row {
     __syncthreads();
     if (threadIdx.x == 0) each = 1;
     __syncthreads();
-    for (int64_t i = threadIdx.x; i < vocab_; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < vocab_; i += kSamplerThreads) {
       if (key_of(logits_[i]) == found && count(logits_[i]) != 0) each = count(logits_[i]);
     }
     __syncthreads();
@@ -124,11 +124,12 @@ class Row {
   // Calls what(rank, id) for the tokens of the prefix with its key, by rising id, from rank 0 on.
   template <typename What>
   __device__ void each_tie(const Prefix& prefix, const What& what) const {
-    __shared__ int of_warp[2][kWarps];  // in turn, so that one barrier per round is enough
+    __shared__ int of_warp[2][kSamplerWarps];  // in turn, so that one barrier per round is enough
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u64 seen = 0;
     int turn = 0;
-    for (int64_t base = 0; base < vocab_ && seen < prefix.ties; base += kThreads, turn ^= 1) {
+    for (int64_t base = 0; base < vocab_ && seen < prefix.ties;
+         base += kSamplerThreads, turn ^= 1) {
       const int64_t i = base + threadIdx.x;
       const bool match = i < vocab_ && key_of(logits_[i]) == prefix.key;
       const unsigned matches = __ballot_sync(0xffffffffu, match);
@@ -136,7 +137,7 @@ class Row {
       const bool any = __syncthreads_or(match) != 0;
       if (!any) continue;
       u64 rank = seen + static_cast<u64>(__popc(matches & ((1u << lane) - 1)));
-      for (unsigned w = 0; w < kWarps; ++w) {
+      for (unsigned w = 0; w < kSamplerWarps; ++w) {
         if (w < warp) rank += static_cast<u64>(of_warp[turn][w]);
         seen += static_cast<u64>(of_warp[turn][w]);
       }
@@ -161,15 +162,15 @@ class Row {
 __device__ float largest(const Logits& logits, int64_t vocab) {
   float top = -INFINITY;
   bool nan = false;
-  for (int64_t i = threadIdx.x; i < vocab; i += kThreads) {
+  for (int64_t i = threadIdx.x; i < vocab; i += kSamplerThreads) {
     nan |= isnan(logits[i]);
     top = fmaxf(top, logits[i]);
   }
   top = warp_max(top);
-  __shared__ float of_warp[kWarps];
+  __shared__ float of_warp[kSamplerWarps];
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = top;
   if (__syncthreads_or(nan)) return NAN;
-  for (int warp = 0; warp < kWarps; ++warp) top = fmaxf(top, of_warp[warp]);
+  for (int warp = 0; warp < kSamplerWarps; ++warp) top = fmaxf(top, of_warp[warp]);
   return top;
 }
 
@@ -178,13 +179,13 @@ __device__ void write_most_likely(const SampleCuda& p, const Logits& logits, int
   u64 best = 0;  // key above a number that is larger for smaller ids
   bool nan = false;
 #pragma unroll 16
-  for (int64_t i = threadIdx.x; i < p.vocab; i += kThreads) {
+  for (int64_t i = threadIdx.x; i < p.vocab; i += kSamplerThreads) {
     const float logit = logits[i];
     nan |= isnan(logit);
     best = max(best, u64{key_of(logit)} << 32 | (~0u - static_cast<uint32_t>(i)));
   }
   best = warp_max(best);
-  __shared__ u64 of_warp[kWarps];
+  __shared__ u64 of_warp[kSamplerWarps];
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
   if (__syncthreads_or(nan)) {
     if (threadIdx.x == 0) *id = -1;
@@ -198,7 +199,7 @@ __device__ void write_most_likely(const SampleCuda& p, const Logits& logits, int
   if (threadIdx.x == 0) *id = finite ? static_cast<int32_t>(~static_cast<uint32_t>(best)) : -1;
 }
 
-__global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
+__global__ void __launch_bounds__(kSamplerThreads) sample_kernel(SampleCuda p) {
   const int32_t mask = p.masks == nullptr ? -1 : p.mask_of[blockIdx.x];
   const Logits logits{p.logits + blockIdx.x * p.stride,
                       mask < 0 ? nullptr : p.masks + mask * p.mask_words};
@@ -234,17 +235,17 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleCuda p) {
   row.write_last(row.select(min(drawn + 1, total), of_kept(p.min_p)), id);
 }
 
-__global__ void __launch_bounds__(kThreads) log_probs_kernel(LogProbsCuda p) {
+__global__ void __launch_bounds__(kSamplerThreads) log_probs_kernel(LogProbsCuda p) {
   const Logits logits{p.logits + blockIdx.x * p.vocab, nullptr};
   TokenLogProb* out = p.out + blockIdx.x * p.out_stride;
   const auto thread = static_cast<int>(threadIdx.x);
   const float top = largest(logits, p.vocab);
   double sum = 0.0;
-  for (int64_t i = thread; i < p.vocab; i += kThreads) {
+  for (int64_t i = thread; i < p.vocab; i += kSamplerThreads) {
     sum += static_cast<double>(expf(logits[i] - top));
   }
   sum = warp_sum(sum);
-  __shared__ double of_warp[kWarps];
+  __shared__ double of_warp[kSamplerWarps];
   if (thread % 32 == 0) of_warp[thread / 32] = sum;
   __syncthreads();
   sum = 0.0;
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(kThreads) log_probs_kernel(LogProbsCuda p) {
   const auto entry = [&](int32_t id) {
     return u64{key_of(logits[id])} << 32 | (~0u - static_cast<uint32_t>(id));
   };
-  for (int64_t i = thread; i < vocab; i += kThreads) {
+  for (int64_t i = thread; i < vocab; i += kSamplerThreads) {
     if (key_of(logits[i]) > prefix.key) {
       found[atomicAdd(&size, 1)] = entry(static_cast<int32_t>(i));
     }
@@ -307,7 +308,7 @@ __global__ void penalize_kernel(PenalizeCuda p) {
 
 cudaError_t launch_sample(const SampleCuda& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  sample_kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
+  sample_kernel<<<static_cast<unsigned>(p.rows), kSamplerThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -320,7 +321,7 @@ cudaError_t launch_penalize(const PenalizeCuda& p, cudaStream_t stream) {
 cudaError_t launch_log_probs(const LogProbsCuda& p, cudaStream_t stream) {
   if (p.top < 0 || p.top > kMostTop) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  log_probs_kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
+  log_probs_kernel<<<static_cast<unsigned>(p.rows), kSamplerThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -12,8 +12,8 @@
 namespace twell {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kTile = 32;  // rows and columns of the tiles transposed in shared memory
+constexpr int kUploadThreads = 256;
+constexpr int kUploadTile = 32;  // rows and columns of the tiles transposed in shared memory
 
 __device__ __nv_bfloat16 rounded(float value) { return __float2bfloat16(value); }
 __device__ __nv_bfloat16 rounded(__half value) { return __float2bfloat16(__half2float(value)); }
@@ -29,15 +29,15 @@ struct Convert {
 template <typename T>
 __global__ void convert_transposed_kernel(const T* from, int64_t rows, int64_t cols,
                                           __nv_bfloat16* to, int64_t to_stride) {
-  __shared__ __nv_bfloat16 tile[kTile][kTile + 2];  // padded against bank conflicts
-  const int64_t row0 = int64_t{blockIdx.y} * kTile, col0 = int64_t{blockIdx.x} * kTile;
-  for (int r = static_cast<int>(threadIdx.y); r < kTile; r += static_cast<int>(blockDim.y)) {
+  __shared__ __nv_bfloat16 tile[kUploadTile][kUploadTile + 2];  // padded against bank conflicts
+  const int64_t row0 = int64_t{blockIdx.y} * kUploadTile, col0 = int64_t{blockIdx.x} * kUploadTile;
+  for (int r = static_cast<int>(threadIdx.y); r < kUploadTile; r += static_cast<int>(blockDim.y)) {
     if (row0 + r < rows && col0 + threadIdx.x < cols) {
       tile[r][threadIdx.x] = rounded(from[(row0 + r) * cols + col0 + threadIdx.x]);
     }
   }
   __syncthreads();
-  for (int c = static_cast<int>(threadIdx.y); c < kTile; c += static_cast<int>(blockDim.y)) {
+  for (int c = static_cast<int>(threadIdx.y); c < kUploadTile; c += static_cast<int>(blockDim.y)) {
     if (col0 + c < cols && row0 + threadIdx.x < rows) {
       to[(col0 + c) * to_stride + row0 + threadIdx.x] = tile[threadIdx.x][c];
     }
@@ -72,10 +72,10 @@ cudaError_t launch_convert(const void* from, DType type, int64_t n, __nv_bfloat1
 // to[c * to_stride + r] = from[r * cols + c].
 cudaError_t launch_convert_transposed(const void* from, DType type, int64_t rows, int64_t cols,
                                       __nv_bfloat16* to, int64_t to_stride, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((cols + kTile - 1) / kTile),
-                  static_cast<unsigned>((rows + kTile - 1) / kTile));
+  const dim3 grid(static_cast<unsigned>((cols + kUploadTile - 1) / kUploadTile),
+                  static_cast<unsigned>((rows + kUploadTile - 1) / kUploadTile));
   return with_type(from, type, [&](auto* values) {
-    convert_transposed_kernel<<<grid, dim3(kTile, kThreads / kTile), 0, stream>>>(
+    convert_transposed_kernel<<<grid, dim3(kUploadTile, kUploadThreads / kUploadTile), 0, stream>>>(
         values, rows, cols, to, to_stride);
     return cudaGetLastError();
   });

@@ -6,9 +6,9 @@
 namespace twell {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kVector = 4;                      // values per thread: one 16-byte access of f32
-constexpr int64_t kBlock = kThreads * kVector;  // values of a block
+constexpr int kAdamWThreads = 256;
+constexpr int kVector = 4;                           // values per thread: one 16-byte access of f32
+constexpr int64_t kBlock = kAdamWThreads * kVector;  // values of a block
 
 struct alignas(8) Bf16Vector {
   __nv_bfloat16 value[kVector];
@@ -67,7 +67,7 @@ __device__ int64_t run_of(const AdamWRun* runs, int64_t count, int64_t i) {
 }
 
 template <typename Moment>
-__global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWCuda p) {
+__global__ void __launch_bounds__(kAdamWThreads) adamw_kernel(AdamWCuda p) {
   constexpr bool kRounds = sizeof(Moment) == 2;
   static_assert(kVector == kRoundingGroup);
   __shared__ AdamWCoefficients shared;
@@ -201,9 +201,9 @@ cudaError_t launch_adamw(const AdamWCuda& p, cudaStream_t stream) {
   if (p.first % kRoundingGroup != 0) return cudaErrorInvalidValue;
   const auto blocks = static_cast<unsigned>((p.size + kBlock - 1) / kBlock);
   if (p.moments == MomentDType::kF32) {
-    adamw_kernel<float><<<blocks, kThreads, 0, stream>>>(p);
+    adamw_kernel<float><<<blocks, kAdamWThreads, 0, stream>>>(p);
   } else {
-    adamw_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
+    adamw_kernel<__nv_bfloat16><<<blocks, kAdamWThreads, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }

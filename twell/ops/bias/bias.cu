@@ -7,12 +7,12 @@
 namespace twell {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kPiece = 8;      // values in one 16-byte access
-constexpr int64_t kRows = 64;  // rows per block
+constexpr int kBiasThreads = 128;
+constexpr int kBiasPiece = 8;      // values in one 16-byte access
+constexpr int64_t kBiasRows = 64;  // rows per block
 
-struct alignas(16) Piece {
-  __nv_bfloat162 pair[kPiece / 2];
+struct alignas(16) BiasPiece {
+  __nv_bfloat162 pair[kBiasPiece / 2];
 };
 
 // Adds the bias to piece i of x.
@@ -21,29 +21,29 @@ struct AddBias {
   int64_t pieces;  // per row
 
   __device__ void operator()(int64_t i) const {
-    const Piece bias = reinterpret_cast<const Piece*>(p.bias)[i % pieces];
-    Piece x = reinterpret_cast<const Piece*>(p.x)[i];
+    const BiasPiece bias = reinterpret_cast<const BiasPiece*>(p.bias)[i % pieces];
+    BiasPiece x = reinterpret_cast<const BiasPiece*>(p.x)[i];
 #pragma unroll
-    for (int k = 0; k < kPiece / 2; ++k) {
+    for (int k = 0; k < kBiasPiece / 2; ++k) {
       const float2 a = __bfloat1622float2(x.pair[k]), b = __bfloat1622float2(bias.pair[k]);
       x.pair[k] = __floats2bfloat162_rn(a.x + b.x, a.y + b.y);
     }
-    reinterpret_cast<Piece*>(p.x)[i] = x;
+    reinterpret_cast<BiasPiece*>(p.x)[i] = x;
   }
 };
 
 // Block (rows, columns): the sums of a run of rows.
-__global__ void __launch_bounds__(kThreads) row_sums_kernel(BiasBackwardCuda p) {
-  const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kPiece;
+__global__ void __launch_bounds__(kBiasThreads) row_sums_kernel(BiasBackwardCuda p) {
+  const int64_t column = (int64_t{blockIdx.y} * kBiasThreads + threadIdx.x) * kBiasPiece;
   if (column >= p.width) return;
-  const int64_t begin = int64_t{blockIdx.x} * kRows;
-  const int64_t end = begin + kRows < p.tokens ? begin + kRows : p.tokens;
-  float2 sum[kPiece / 2] = {};
+  const int64_t begin = int64_t{blockIdx.x} * kBiasRows;
+  const int64_t end = begin + kBiasRows < p.tokens ? begin + kBiasRows : p.tokens;
+  float2 sum[kBiasPiece / 2] = {};
 #pragma unroll 8
   for (int64_t m = begin; m < end; ++m) {
-    const Piece row = *reinterpret_cast<const Piece*>(p.d_y + m * p.width + column);
+    const BiasPiece row = *reinterpret_cast<const BiasPiece*>(p.d_y + m * p.width + column);
 #pragma unroll
-    for (int k = 0; k < kPiece / 2; ++k) {
+    for (int k = 0; k < kBiasPiece / 2; ++k) {
       const float2 v = __bfloat1622float2(row.pair[k]);
       sum[k].x += v.x;
       sum[k].y += v.y;
@@ -57,20 +57,20 @@ __global__ void __launch_bounds__(kThreads) row_sums_kernel(BiasBackwardCuda p) 
 }  // namespace
 
 cudaError_t launch_bias_forward(const BiasForwardCuda& p, cudaStream_t stream) {
-  if (p.width % kPiece != 0) return cudaErrorInvalidValue;
-  const int64_t pieces = p.width / kPiece;
+  if (p.width % kBiasPiece != 0) return cudaErrorInvalidValue;
+  const int64_t pieces = p.width / kBiasPiece;
   return launch_for_each(p.tokens * pieces, AddBias{p, pieces}, stream);
 }
 
-int64_t bias_backward_partials(int64_t tokens) { return (tokens + kRows - 1) / kRows; }
+int64_t bias_backward_partials(int64_t tokens) { return (tokens + kBiasRows - 1) / kBiasRows; }
 
 cudaError_t launch_bias_backward(const BiasBackwardCuda& p, cudaStream_t stream) {
-  if (p.width % kPiece != 0) return cudaErrorInvalidValue;
-  const int64_t count = bias_backward_partials(p.tokens), columns = kThreads * kPiece;
+  if (p.width % kBiasPiece != 0) return cudaErrorInvalidValue;
+  const int64_t count = bias_backward_partials(p.tokens), columns = kBiasThreads * kBiasPiece;
   if (count == 0 || p.width == 0) return cudaSuccess;
   const dim3 grid(static_cast<unsigned>(count),
                   static_cast<unsigned>((p.width + columns - 1) / columns));
-  row_sums_kernel<<<grid, kThreads, 0, stream>>>(p);
+  row_sums_kernel<<<grid, kBiasThreads, 0, stream>>>(p);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return launch_add_column_sums(p.partial, count, p.width, p.d_bias, stream);
 }

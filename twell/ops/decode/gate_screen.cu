@@ -6,7 +6,7 @@
 namespace twell {
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kScreenWarps = 8;
 
 __device__ __forceinline__ int quantised(float weight, float scale) {
   const float steps = scale > 0.0f ? rintf(__fdiv_rn(weight, scale)) : 0.0f;
@@ -14,9 +14,9 @@ __device__ __forceinline__ int quantised(float weight, float scale) {
   return static_cast<int>(fminf(fmaxf(steps, -kMost), kMost));
 }
 
-__global__ void __launch_bounds__(kWarps * 32) gate_screen_kernel(MakeGateScreen p) {
+__global__ void __launch_bounds__(kScreenWarps * 32) gate_screen_kernel(MakeGateScreen p) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  const int64_t row = int64_t{blockIdx.x} * kScreenWarps + threadIdx.x / 32;
   if (row >= p.neurons) return;
   const auto* weights = reinterpret_cast<const __nv_bfloat162*>(p.weight + row * p.width);
   const auto* norms = reinterpret_cast<const __nv_bfloat162*>(p.norm);
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kWarps * 32) gate_screen_kernel(MakeGateScreen
 
 cudaError_t launch_make_gate_screen(const MakeGateScreen& problem, cudaStream_t stream) {
   if (problem.neurons == 0) return cudaSuccess;
-  const auto grid = static_cast<unsigned>((problem.neurons + kWarps - 1) / kWarps);
-  gate_screen_kernel<<<grid, kWarps * 32, 0, stream>>>(problem);
+  const auto grid = static_cast<unsigned>((problem.neurons + kScreenWarps - 1) / kScreenWarps);
+  gate_screen_kernel<<<grid, kScreenWarps * 32, 0, stream>>>(problem);
   return cudaGetLastError();
 }
 

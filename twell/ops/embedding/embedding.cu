@@ -7,7 +7,7 @@
 namespace twell {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kEmbeddingThreads = 256;
 constexpr int kColumns = 8;  // values per thread: one 16-byte access
 
 // One 16-byte piece of a row.
@@ -33,8 +33,8 @@ struct CopyPiece {
 
 // Backward.
 
-constexpr int kPiece = 32;  // sorted tokens that one block sums
-constexpr int kAhead = 4;   // rows whose loads are in flight together
+constexpr int kEmbeddingPiece = 32;  // sorted tokens that one block sums
+constexpr int kAhead = 4;            // rows whose loads are in flight together
 
 struct EmbeddingSums {
   int64_t tokens = 0;
@@ -46,7 +46,7 @@ struct EmbeddingSums {
   float* d_table = nullptr;                // [V, D]
 };
 
-struct alignas(16) Piece {
+struct alignas(16) EmbeddingPiece {
   __nv_bfloat162 pair[kColumns / 2];
 };
 
@@ -57,7 +57,7 @@ struct Sums {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) value[k] = 0.0f;
   }
-  __device__ void add(const Piece& row) {
+  __device__ void add(const EmbeddingPiece& row) {
 #pragma unroll
     for (int k = 0; k < kColumns / 2; ++k) {
       const float2 v = __bfloat1622float2(row.pair[k]);
@@ -90,17 +90,18 @@ struct Iota {
 // Block (piece, columns). A run of one id inside the piece is added to the table. A run that
 // continues from the previous piece goes to the piece's first border row, else one that continues
 // into the next piece to its last border row.
-__global__ void __launch_bounds__(kThreads) piece_kernel(EmbeddingSums p) {
-  __shared__ int32_t ids[kPiece + 1], tokens[kPiece];
-  const int64_t begin = int64_t{blockIdx.x} * kPiece;
-  const int count = static_cast<int>(p.tokens - begin < kPiece ? p.tokens - begin : kPiece);
-  for (int i = static_cast<int>(threadIdx.x); i <= kPiece; i += kThreads) {
+__global__ void __launch_bounds__(kEmbeddingThreads) piece_kernel(EmbeddingSums p) {
+  __shared__ int32_t ids[kEmbeddingPiece + 1], tokens[kEmbeddingPiece];
+  const int64_t begin = int64_t{blockIdx.x} * kEmbeddingPiece;
+  const int count =
+      static_cast<int>(p.tokens - begin < kEmbeddingPiece ? p.tokens - begin : kEmbeddingPiece);
+  for (int i = static_cast<int>(threadIdx.x); i <= kEmbeddingPiece; i += kEmbeddingThreads) {
     ids[i] = begin + i < p.tokens ? p.sorted_ids[begin + i] : -1;
     if (i < count) tokens[i] = p.sorted_tokens[begin + i];
   }
   __syncthreads();
   const bool continues = begin > 0 && p.sorted_ids[begin - 1] == ids[0];
-  const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kColumns;
+  const int64_t column = (int64_t{blockIdx.y} * kEmbeddingThreads + threadIdx.x) * kColumns;
   if (column >= p.width) return;
   float* const borders = p.borders + int64_t{blockIdx.x} * 2 * p.width + column;
 
@@ -108,11 +109,12 @@ __global__ void __launch_bounds__(kThreads) piece_kernel(EmbeddingSums p) {
   Sums sums;
   sums.clear();
   for (int at = 0; at < count; at += kAhead) {
-    Piece rows[kAhead];
+    EmbeddingPiece rows[kAhead];
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       if (at + k >= count) break;
-      rows[k] = *reinterpret_cast<const Piece*>(p.d_out + tokens[at + k] * p.width + column);
+      rows[k] =
+          *reinterpret_cast<const EmbeddingPiece*>(p.d_out + tokens[at + k] * p.width + column);
     }
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
@@ -136,21 +138,21 @@ __global__ void __launch_bounds__(kThreads) piece_kernel(EmbeddingSums p) {
 
 // Block (piece, columns): if the piece's last run begins in it and continues, adds up its sums over
 // the following pieces in order.
-__global__ void __launch_bounds__(kThreads) border_kernel(EmbeddingSums p) {
-  const int64_t next = (int64_t{blockIdx.x} + 1) * kPiece;  // begin of the next piece
+__global__ void __launch_bounds__(kEmbeddingThreads) border_kernel(EmbeddingSums p) {
+  const int64_t next = (int64_t{blockIdx.x} + 1) * kEmbeddingPiece;  // begin of the next piece
   if (next >= p.tokens) return;
   const int32_t id = p.sorted_ids[next];
   if (p.sorted_ids[next - 1] != id) return;
-  const int64_t begin = next - kPiece;
+  const int64_t begin = next - kEmbeddingPiece;
   if (begin > 0 && p.sorted_ids[begin] == id && p.sorted_ids[begin - 1] == id) return;
-  const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kColumns;
+  const int64_t column = (int64_t{blockIdx.y} * kEmbeddingThreads + threadIdx.x) * kColumns;
   if (column >= p.width) return;
   Sums sums;
   sums.clear();
   sums.add(p.borders + (int64_t{blockIdx.x} * 2 + 1) * p.width + column);
 #pragma unroll 4
-  for (int64_t at = next; at < p.tokens && p.sorted_ids[at] == id; at += kPiece) {
-    sums.add(p.borders + at / kPiece * 2 * p.width + column);
+  for (int64_t at = next; at < p.tokens && p.sorted_ids[at] == id; at += kEmbeddingPiece) {
+    sums.add(p.borders + at / kEmbeddingPiece * 2 * p.width + column);
   }
   sums.add_to(p.d_table + id * p.width + column);
 }
@@ -162,17 +164,17 @@ int bits_of(int64_t values) {
 }
 
 int64_t border_values(int64_t tokens, int64_t width) {
-  return 2 * ((tokens + kPiece - 1) / kPiece) * width;
+  return 2 * ((tokens + kEmbeddingPiece - 1) / kEmbeddingPiece) * width;
 }
 
 // Two kernels: pieces, then the runs that cross their borders.
 cudaError_t launch_embedding_sums(const EmbeddingSums& p, cudaStream_t stream) {
-  const int64_t columns = kThreads * kColumns;
-  const dim3 grid(static_cast<unsigned>((p.tokens + kPiece - 1) / kPiece),
+  const int64_t columns = kEmbeddingThreads * kColumns;
+  const dim3 grid(static_cast<unsigned>((p.tokens + kEmbeddingPiece - 1) / kEmbeddingPiece),
                   static_cast<unsigned>((p.width + columns - 1) / columns));
-  piece_kernel<<<grid, kThreads, 0, stream>>>(p);
+  piece_kernel<<<grid, kEmbeddingThreads, 0, stream>>>(p);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  border_kernel<<<grid, kThreads, 0, stream>>>(p);
+  border_kernel<<<grid, kEmbeddingThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

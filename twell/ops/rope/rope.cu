@@ -7,14 +7,14 @@ namespace {
 constexpr int kMaxThreads = 256;
 
 template <int kPiece>
-struct alignas(2 * kPiece) Piece {
+struct alignas(2 * kPiece) RopePiece {
   __nv_bfloat16 value[kPiece];
 };
 
 // One block per token. A thread rotates kPiece pairs of one head at a time: a piece of each half.
 template <int kPiece>
 __global__ void __launch_bounds__(kMaxThreads) rope_kernel(RopeCuda p) {
-  using P = Piece<kPiece>;
+  using P = RopePiece<kPiece>;
   const int64_t token = blockIdx.x;
   const int half = static_cast<int>(p.head_dim) / 2;
   const int pieces = half / kPiece;  // per half of a head
