@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What `twell train`, `tokenize`, `convert` and `report` do to files: runs that repeat, are killed
 // and resume, shards that go on after a kill, and bad data.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -704,8 +706,16 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
   ASSERT_EQ(sparsified.code, 0) << sparsified.err;
   EXPECT_THAT(sparsified.out, HasSubstr("original       sparse"));
   EXPECT_THAT(slurp(folder_ / "sparse" / "metrics.jsonl"), HasSubstr("\"kl\""));
-  EXPECT_THAT(sparsified.out, ContainsRegex("piqa +[0-9.]+ +[0-9.]+  % acc_norm of"));
   const auto side_by_side = nlohmann::json::parse(slurp(folder_ / "sparse" / "side_by_side.json"));
+  for (const char* const name : {"piqa", "arc_easy"}) {
+    const nlohmann::json& task = side_by_side["tasks"][name];
+    const double before = task["original"]["acc_norm"], after = task["sparse"]["acc_norm"];
+    const int items = task["items"];
+    EXPECT_THAT(sparsified.out,
+                HasSubstr(fmt::format("{:<16} {:>12.2f} {:>12.2f}  % acc_norm of {}  ± {:.2f}\n",
+                                      name, 100.0 * before, 100.0 * after, items,
+                                      100.0 * std::sqrt(after * (1.0 - after) / (items - 1)))));
+  }
   EXPECT_GT(side_by_side["tasks"]["arc_easy"]["items"], 0);
   EXPECT_TRUE(side_by_side["tasks"]["piqa"]["original"].contains("acc_norm"));
   EXPECT_THAT(slurp(folder_ / "sparse" / "checkpoint" / "config.json"),
