@@ -185,7 +185,8 @@ struct ByteRows {
   DeviceBuffer<float> scales;
 };
 
-// The operands of a layer in e4m3; w_down as a checkpoint has it, [D, F], and widened.
+// The operands of a layer in e4m3; w_down as a checkpoint has it, [D, F], with a row per neuron, as
+// a loaded model has it too, and widened.
 class ByteLayer {
  public:
   ByteLayer(CudaContext& ctx, const DeviceLayer& layer, int64_t tokens, const FfnBenchmark& o)
@@ -193,15 +194,18 @@ class ByteLayer {
         gate_(ctx, o.gated ? layer.w_gate.data() : layer.w_up.data(), o.ffn, o.width),
         up_(ctx, layer.w_up.data(), o.ffn, o.width),
         wide_(o.ffn * o.width),
-        down_(ctx, transposed(ctx, layer, o), o.width, o.ffn) {}
+        down_(ctx, transposed(ctx, layer, o), o.width, o.ffn),
+        down_rows_(o.ffn * o.width) {
+    TWELL_CUDA_CHECK(launch_transpose_bytes(down_.values.data(), o.width, o.ffn, down_rows_.data(),
+                                            ctx.stream()));
+  }
 
   // What a call does before its products.
   void prepare_gate(CudaContext& ctx, const __nv_bfloat16* x) const { x_.quantise(ctx, x); }
   void prepare_down(CudaContext& ctx) const {
-    TWELL_CUDA_CHECK(launch_widen_rows({.rows = down_.rows,
-                                        .cols = down_.cols,
-                                        .x = {down_.values.data(), nullptr},
-                                        .transposed = true,
+    TWELL_CUDA_CHECK(launch_widen_rows({.rows = down_.cols,
+                                        .cols = down_.rows,
+                                        .x = {down_rows_.data(), nullptr},
                                         .out = wide_.data()},
                                        ctx.stream()));
   }
@@ -232,6 +236,7 @@ class ByteLayer {
   ByteRows x_, gate_, up_;
   Values wide_;
   ByteRows down_;
+  DeviceBuffer<uint8_t> down_rows_;
 };
 
 // --- The measurements ---------------------------------------------------------------------------

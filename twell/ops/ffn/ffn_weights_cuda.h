@@ -25,8 +25,8 @@ struct FfnWeightsCuda {
   ByteRowsCuda gate_bytes;  // [F, D], empty when the layer is not gated
   ByteRowsCuda up_bytes;    // [F, D]
   ByteRowsCuda down_bytes;  // [D, F]
-  // [F, D] the values of down_bytes with a row per neuron, or null: small batches make them anew in
-  // every call.
+  // [F, D] the values of down_bytes with a row per neuron, or null: small batches and tile-union
+  // transpose them in every call.
   const uint8_t* down_rows = nullptr;
 
   bool biased() const { return b_down != nullptr; }

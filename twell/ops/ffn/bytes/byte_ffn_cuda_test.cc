@@ -175,7 +175,8 @@ TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
                       .gate_bytes = c.gated ? device_first.view() : ByteRowsCuda{},
                       .up_bytes = c.gated ? device_second.view() : device_first.view(),
                       .down_bytes = device_down.view(),
-                      .down_rows = few && !makes_rows ? down_rows.data() : nullptr},
+                      // Tile-union widens w_down from either.
+                      .down_rows = (few ? !makes_rows : c.mapped) ? down_rows.data() : nullptr},
           .y = y.data(),
           .row_nnz = few ? nullptr : row_nnz.data(),
           .add = c.add,

@@ -6,12 +6,15 @@ namespace twell {
 // Up starts on tiles that the gate GEMM has packed while the GEMM still runs.
 void launch_tile_union(const FfnCallCuda& call) {
   if (call.problem.in_bytes()) {
-    TWELL_CUDA_CHECK(launch_widen_rows({.rows = call.width(),
-                                        .cols = call.ffn(),
-                                        .x = {call.problem.weights.down_bytes.values, nullptr},
-                                        .transposed = true,
-                                        .out = call.buffers.w_down.data()},
-                                       call.ctx.stream()));
+    const FfnWeightsCuda& weights = call.problem.weights;
+    const bool has_rows = weights.down_rows != nullptr;
+    TWELL_CUDA_CHECK(
+        launch_widen_rows({.rows = has_rows ? call.ffn() : call.width(),
+                           .cols = has_rows ? call.width() : call.ffn(),
+                           .x = {has_rows ? weights.down_rows : weights.down_bytes.values, nullptr},
+                           .transposed = !has_rows,
+                           .out = call.buffers.w_down.data()},
+                          call.ctx.stream()));
   }
   const bool follows = call.gated();
   SparseUpDownCuda problem = packed_gate(
