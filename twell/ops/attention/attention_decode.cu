@@ -312,6 +312,87 @@ struct WarpResults {
   }
 };
 
+// What follows from a tile's scores of two queries, of keys g and g + 8: they become weights, and
+// shrink what the lane's sums are multiplied with for the new largest scores.
+__device__ __forceinline__ void to_weights(float (&score)[4], float (&top)[2], float (&sum)[2],
+                                           float (&shrink)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float new_top = fmaxf(score[i], score[i + 2]);
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) {
+      new_top = fmaxf(new_top, __shfl_xor_sync(0xffffffffu, new_top, offset));
+    }
+    new_top = fmaxf(new_top, top[i]);  // finite: every tile has a visible key
+    shrink[i] = exp2f(top[i] - new_top);
+    top[i] = new_top;
+    score[i] = exp2f(score[i] - new_top);
+    score[i + 2] = exp2f(score[i + 2] - new_top);
+    sum[i] = sum[i] * shrink[i] + score[i] + score[i + 2];
+  }
+}
+
+// Adds a tile's values times their weights to `out`.
+template <int kHeadDim, typename T>
+__device__ __forceinline__ void add_values(float (&out)[kHeadDim / 16][4], const float (&shrink)[2],
+                                           const ValueTile<kHeadDim, T>& v,
+                                           const float (&score)[4]) {
+  const uint32_t weights_low = gpu::transposed(gpu::bf16x2(score[0], score[1]));
+  const uint32_t weights_high = gpu::transposed(gpu::bf16x2(score[2], score[3]));
+#pragma unroll
+  for (int c = 0; c < kHeadDim / 64; ++c) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float(&o)[4] = out[4 * c + i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) o[j] *= shrink[j % 2];
+      const auto& of_key = v.of_key[c];
+      const uint32_t v0 = word(of_key[0], i), v1 = word(of_key[1], i);
+      const uint32_t v2 = word(of_key[2], i), v3 = word(of_key[3], i);
+      constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
+      gpu::mma_16x8x16(o, __byte_perm(v0, v1, kLowHalves), __byte_perm(v0, v1, kHighHalves),
+                       __byte_perm(v2, v3, kLowHalves), __byte_perm(v2, v3, kHighHalves),
+                       weights_low, weights_high);
+    }
+  }
+}
+
+// Writes what a warp found in the group kernel's order, in terms of the CTA's largest scores.
+// Called by all threads.
+template <int kHeadDim, int kWarps>
+__device__ __forceinline__ void gather(WarpResults<kHeadDim, kWarps, kMostQueries>& results,
+                                       const Work& work, const float (&top)[2], float (&sum)[2],
+                                       const float (&out)[kHeadDim / 16][4]) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (g == 0) results.top[warp][2 * t + i] = top[i];
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) {
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int query = 2 * t + i;
+    if (!work.has_head(query)) continue;
+    const float shrink = results.shrink(query, top[i]);
+    if (g == 0) results.sum[warp][query] = sum[i] * shrink;
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 64; ++c) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float(&even)[4] = out[4 * c + 2 * half];
+        const float(&odd)[4] = out[4 * c + 2 * half + 1];
+        results.values[warp][query][16 * c + 2 * g + half] = {
+            even[i] * shrink, even[i + 2] * shrink, odd[i] * shrink, odd[i + 2] * shrink};
+      }
+    }
+  }
+}
+
 // For several query heads of each key/value head, and for rows in 8 bits (T is int8_t). With wide
 // heads this is fastest when the compiler may take all registers (1 CTA per SM), with others when
 // it chooses how many (0).
@@ -351,7 +432,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
     load_values(u, row, at, key + u * kStep);
   }
 
-  constexpr int kKeyParts = kHeadDim / 32, kValueParts = kHeadDim / 64;
+  constexpr int kKeyParts = kHeadDim / 32;
   uint4 q[kKeyParts];  // this lane's columns of query g
 #pragma unroll
   for (int c = 0; c < kKeyParts; ++c) {
@@ -366,7 +447,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
   // out[4 c + i] holds column 64 c + 8 g + 2 i of queries 2 t and 2 t + 1, then the next column of
   // both.
-  float out[4 * kValueParts][4] = {};
+  float out[kHeadDim / 16][4] = {};
   // One tile, of which slot u holds keys and values; loads the one that takes their place.
   const auto attend = [&](int u, int key) {
     const int next = key + kAhead * kStep, row = rows.row(next);
@@ -389,40 +470,10 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
       score[i] = at >= begin && at < end ? score[i] * scale : -INFINITY;
     }
     float shrink[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float new_top = fmaxf(score[i], score[i + 2]);
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        new_top = fmaxf(new_top, __shfl_xor_sync(0xffffffffu, new_top, offset));
-      }
-      new_top = fmaxf(new_top, top[i]);  // finite: every tile has a visible key
-      shrink[i] = exp2f(top[i] - new_top);
-      top[i] = new_top;
-      score[i] = exp2f(score[i] - new_top);
-      score[i + 2] = exp2f(score[i + 2] - new_top);
-      sum[i] = sum[i] * shrink[i] + score[i] + score[i + 2];
-    }
+    to_weights(score, top, sum, shrink);
 #pragma unroll
     for (int i = 0; i < 4; ++i) score[i] = v_scale[u].scaled(score[i], i / 2);
-    const uint32_t weights_low = gpu::transposed(gpu::bf16x2(score[0], score[1]));
-    const uint32_t weights_high = gpu::transposed(gpu::bf16x2(score[2], score[3]));
-#pragma unroll
-    for (int c = 0; c < kValueParts; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float(&o)[4] = out[4 * c + i];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) o[j] *= shrink[j % 2];
-        const auto& of_key = v[u].of_key[c];
-        const uint32_t v0 = word(of_key[0], i), v1 = word(of_key[1], i);
-        const uint32_t v2 = word(of_key[2], i), v3 = word(of_key[3], i);
-        constexpr uint32_t kLowHalves = 0x5410, kHighHalves = 0x7632;
-        gpu::mma_16x8x16(o, __byte_perm(v0, v1, kLowHalves), __byte_perm(v0, v1, kHighHalves),
-                         __byte_perm(v2, v3, kLowHalves), __byte_perm(v2, v3, kHighHalves),
-                         weights_low, weights_high);
-      }
-    }
+    add_values(out, shrink, v[u], score);
     load_values(u, row, row_at, next);
   };
   for (; key < end; key += kAhead * kStep) {
@@ -433,32 +484,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
   }
 
   __shared__ WarpResults<kHeadDim, kWarps, kMostQueries> results;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (g == 0) results.top[warp][2 * t + i] = top[i];
-#pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) {
-      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int query = 2 * t + i;
-    if (!work.has_head(query)) continue;
-    const float shrink = results.shrink(query, top[i]);
-    if (g == 0) results.sum[warp][query] = sum[i] * shrink;
-#pragma unroll
-    for (int c = 0; c < kValueParts; ++c) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float(&even)[4] = out[4 * c + 2 * half];
-        const float(&odd)[4] = out[4 * c + 2 * half + 1];
-        results.values[warp][query][16 * c + 2 * g + half] = {
-            even[i] * shrink, even[i + 2] * shrink, odd[i] * shrink, odd[i + 2] * shrink};
-      }
-    }
-  }
+  gather(results, work, top, sum, out);
   __syncthreads();
   results.finish(p, splits, work);
 }
@@ -469,6 +495,36 @@ __device__ __forceinline__ void unpack(float (&to)[kPiece], const uint4& bits) {
   for (int i = 0; i < 4; ++i) {
     to[2 * i] = __uint_as_float(word(bits, i) << 16);
     to[2 * i + 1] = __uint_as_float(word(bits, i) & 0xffff0000u);
+  }
+}
+
+// The same of the single kernel, whose lanes have a largest score, a sum and values each.
+template <int kHeadDim, int kWarps>
+__device__ __forceinline__ void gather(WarpResults<kHeadDim, kWarps, 1>& results, float top,
+                                       float sum, float (&value)[kPiece]) {
+  constexpr int kLanes = kHeadDim / kPiece;  // of a row
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  float top_of_warp = top;
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+    top_of_warp = fmaxf(top_of_warp, __shfl_xor_sync(0xffffffffu, top_of_warp, offset));
+  }
+  if (lane == 0) results.top[warp][0] = top_of_warp;
+  __syncthreads();
+  const float shrink = results.shrink(0, top);
+  sum *= shrink;
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) value[i] *= shrink;
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
+  }
+  if (lane == 0) results.sum[warp][0] = sum;
+  if (lane < kLanes) {
+    results.values[warp][0][2 * lane] = {value[0], value[1], value[2], value[3]};
+    results.values[warp][0][2 * lane + 1] = {value[4], value[5], value[6], value[7]};
   }
 }
 
@@ -566,29 +622,8 @@ __global__ void __launch_bounds__(32 * kWarps,
     load(v, p.v, row, next);
   }
 
-  float top_of_warp = top;
-#pragma unroll
-  for (int offset = kLanes; offset < 32; offset *= 2) {
-    top_of_warp = fmaxf(top_of_warp, __shfl_xor_sync(0xffffffffu, top_of_warp, offset));
-  }
   __shared__ WarpResults<kHeadDim, kWarps, 1> results;
-  if (lane == 0) results.top[warp][0] = top_of_warp;
-  __syncthreads();
-  const float shrink = results.shrink(0, top);
-  sum *= shrink;
-#pragma unroll
-  for (int i = 0; i < kPiece; ++i) value[i] *= shrink;
-#pragma unroll
-  for (int offset = kLanes; offset < 32; offset *= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
-  }
-  if (lane == 0) results.sum[warp][0] = sum;
-  if (lane < kLanes) {
-    results.values[warp][0][2 * lane] = {value[0], value[1], value[2], value[3]};
-    results.values[warp][0][2 * lane + 1] = {value[4], value[5], value[6], value[7]};
-  }
+  gather(results, top, sum, value);
   __syncthreads();
   results.finish(p, splits, work);
 }

@@ -214,6 +214,75 @@ struct QkvRows {
   }
 };
 
+__device__ __forceinline__ void init_barriers(uint64_t (&weights_full)[kWeightStages],
+                                              uint64_t (&empty)[kWeightStages],
+                                              uint64_t (&input_full)[kInputStages]) {
+  for (int i = 0; i < kWeightStages; ++i) {
+    barrier_init(smem_address(&weights_full[i]), 1);
+    barrier_init(smem_address(&empty[i]), 1);
+  }
+  for (int i = 0; i < kInputStages; ++i) barrier_init(smem_address(&input_full[i]), 1);
+  fence_barrier_init();
+}
+
+// Adds the product of a block of k, whose first step may begin anew, to acc.
+template <bool kE4m3, bool kDown>
+__device__ __forceinline__ void multiply(float (&acc)[32], uint64_t w, uint64_t x,
+                                         bool adds_first) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kBlock / 16; ++step) {  // 32 bytes of a row each
+    const bool adds = adds_first || step > 0;
+    if constexpr (kE4m3) {
+      wgmma_e4m3<64>(acc, w + step * 32 / 16, x + step * 32 / 16, adds);
+    } else {
+      wgmma<64, false, kDown>(acc, w + step * (kDown ? 2048 : 32) / 16, x + step * 32 / 16, adds);
+    }
+  }
+}
+
+// Writes a warp's sums as [token][row].
+__device__ __forceinline__ void put_sums(const float (&acc)[32], uint8_t* to_bytes, int warp,
+                                         int lane) {
+  float* to = reinterpret_cast<float*>(to_bytes) + lane % 4 * 2 * kPitch + warp * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i, to += 8 * kPitch) {
+    to[0] = acc[4 * i];
+    to[kPitch] = acc[4 * i + 1];
+    to[8] = acc[4 * i + 2];
+    to[kPitch + 8] = acc[4 * i + 3];
+  }
+}
+
+// Sums of products in e4m3 as numbers: times the scales of their token and of their weights' rows.
+__device__ __forceinline__ void scale(const Params& p, int2 row, int token, int at, float (&a)[4],
+                                      float (&b)[4]) {
+  const float of_token = p.x_scales[token];
+  scale4(a, of_token, p.first_scales, row.x + at, p.weight_rows);
+  scale4(b, of_token, p.second_scales, row.y + at, p.weight_rows);
+}
+
+// Waits for the CTAs of a cluster of `size`.
+__device__ __forceinline__ void sync_cluster(int size) {
+  if (size > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Adds a thread's active neurons to the layer's counts, and the tokens once.
+__device__ __forceinline__ void add_activity(const Params& p, int active, int lane,
+                                             bool tokens_too) {
+  active = __reduce_add_sync(~0u, active);
+  if (lane == 0 && active > 0) {
+    atomicAdd(&p.activity->nnz, static_cast<unsigned long long>(active));
+  }
+  if (tokens_too && threadIdx.x == 0) {
+    atomicAdd(&p.activity->tokens, static_cast<unsigned long long>(p.tokens));
+  }
+}
+
 // Grid: CTAs of a cluster in x, tiles in y. kE4m3: x and the weights are e4m3.
 template <typename Rows, bool kE4m3>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -234,12 +303,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kWeightStages; ++i) {
-      barrier_init(smem_address(&weights_full[i]), 1);
-      barrier_init(smem_address(&empty[i]), 1);
-    }
-    for (int i = 0; i < kInputStages; ++i) barrier_init(smem_address(&input_full[i]), 1);
-    fence_barrier_init();
+    init_barriers(weights_full, empty, input_full);
   }
   __syncthreads();
   allow_next_kernel();
@@ -285,17 +349,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       // Addresses in operands count 16 bytes. Adding to them costs less than making them anew.
       const uint64_t w = Rows::kDown ? n_major_operand(stage, kStageBytes) : k_major_operand(stage);
       const uint64_t x = k_major_operand(input_ring + block % kInputStages * kStageBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kBlock / 16; ++step) {  // 32 bytes of a row each
-        const bool adds = block > 0 || step > 0;
-        if constexpr (kE4m3) {
-          wgmma_e4m3<64>(acc, w + step * 32 / 16, x + step * 32 / 16, adds);
-        } else {
-          wgmma<64, false, Rows::kDown>(acc, w + step * (Rows::kDown ? 2048 : 32) / 16,
-                                        x + step * 32 / 16, adds);
-        }
-      }
+      multiply<kE4m3, Rows::kDown>(acc, w, x, block > 0);
       wgmma_commit();
       wgmma_wait<1>();
       if (block > 0 && threadIdx.x == 0) {
@@ -305,26 +359,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     wgmma_wait<0>();
     // All fetches of this CTA have been used, so that its sums may take their place: [token][row].
     named_barrier(1, kConsumers);
-    float* sums = reinterpret_cast<float*>(unaligned + (ring - smem_address(unaligned)));
-    float* to = sums + lane % 4 * 2 * kPitch + warp * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 8; ++i, to += 8 * kPitch) {
-      to[0] = acc[4 * i];
-      to[kPitch] = acc[4 * i + 1];
-      to[8] = acc[4 * i + 2];
-      to[kPitch + 8] = acc[4 * i + 3];
-    }
+    put_sums(acc, unaligned + (ring - smem_address(unaligned)), warp, lane);
   }
-  if (split > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  sync_cluster(split);
 
   if (warp < kConsumers / 32) {
     wait_for_previous_kernel();  // an earlier kernel may read what is written here
-    const int share = (p.tokens + split - 1) / split;
-    const int end = min(p.tokens, (rank + 1) * share);
+    const int share = (p.tokens + split - 1) / split, end = min(p.tokens, (rank + 1) * share);
     const int at = static_cast<int>(threadIdx.x) % 8 * 4;
     int active = 0;
     for (int token = rank * share + static_cast<int>(threadIdx.x) / 8; token < end;
@@ -337,23 +378,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         a[0] += low.x, a[1] += low.y, a[2] += low.z, a[3] += low.w;
         b[0] += high.x, b[1] += high.y, b[2] += high.z, b[3] += high.w;
       }
-      if constexpr (kE4m3) {
-        const int2 row = rows.first_rows(tile);
-        const float of_token = p.x_scales[token];
-        scale4(a, of_token, p.first_scales, row.x + at, p.weight_rows);
-        scale4(b, of_token, p.second_scales, row.y + at, p.weight_rows);
-      }
+      if constexpr (kE4m3) scale(p, rows.first_rows(tile), token, at, a, b);
       active += rows.finish(tile, token, at, a, b);
     }
-    if (p.activity != nullptr) {
-      active = __reduce_add_sync(~0u, active);
-      if (lane == 0 && active > 0) {
-        atomicAdd(&p.activity->nnz, static_cast<unsigned long long>(active));
-      }
-      if (tile == 0 && rank == 0 && threadIdx.x == 0) {
-        atomicAdd(&p.activity->tokens, static_cast<unsigned long long>(p.tokens));
-      }
-    }
+    if (p.activity != nullptr) add_activity(p, active, lane, tile == 0 && rank == 0);
   }
   if (split > 1) cluster_sync();  // others may still read this CTA's sums
 }
