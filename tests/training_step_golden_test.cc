@@ -172,6 +172,7 @@ TEST_P(GoldenStep, LossesGradientsAndWeightsOfFourSteps) {
 INSTANTIATE_TEST_SUITE_P(Variants, GoldenStep,
                          ::testing::Values(Golden{"tied_gqa", "tied_gqa"},
                                            Golden{"untied_mha", "untied_mha"},
+                                           Golden{"minicpm", "minicpm"},
                                            Golden{"documents", "tied_gqa", /*masked=*/true}),
                          [](const auto& instance) { return instance.param.values; });
 

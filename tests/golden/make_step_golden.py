@@ -6,14 +6,17 @@ Writes, for each variant of a small Llama with a ReLU gate, a folder beside this
   <variant>/config.json, model.safetensors   the starting weights, saved by transformers (float32)
   <variant>.safetensors                      tokens, losses, logits and gradients of the first step,
                                              weights after the last one (rounded to float32)
+and minicpm, the same with a FATReLU and with embeddings, residuals and logits scaled as in MiniCPM-S,
 and documents.safetensors, the same for tied_gqa with several documents in a sequence, which end
 with token 0 and do not attend to each other.
 Needs torch, transformers, safetensors.  Run: python make_step_golden.py
 """
+import json
 import pathlib
 import shutil
 
 import torch
+from make_family_golden import THRESHOLD, minicpm, replace_parts
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,7 +55,7 @@ def document_mask(inputs):
     return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)[:, None]
 
 
-def run(model: LlamaForCausalLM, inputs, targets, masked: bool) -> dict:
+def run(model: LlamaForCausalLM, inputs, targets, masked: bool, kink: float) -> dict:
     """Losses of every step, logits and gradients of the first, weights after the last."""
     hidden, gates = [], []
     for layer in model.model.layers:
@@ -90,29 +93,45 @@ def run(model: LlamaForCausalLM, inputs, targets, masked: bool) -> dict:
     for name, parameter in parameters.items():
         out["after." + name] = parameter.detach()
     # No gate may be so close to the ReLU's kink that float32 rounding could switch a neuron.
-    assert min(gate.abs().min() for gate in gates) > 3e-6, "choose another seed"
+    assert min((gate - kink).abs().min() for gate in gates) > 3e-6, "choose another seed"
     return out
 
 
-def write(name: str, model: LlamaForCausalLM, tokens, masked: bool) -> None:
+def write(name: str, model: LlamaForCausalLM, tokens, masked=False, kink=0.0) -> None:
     inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
     targets[:, 0, -2:] = -1  # a sequence that ends early
-    out = run(model.double(), inputs, targets, masked)
+    out = run(model.double(), inputs, targets, masked, kink)
     out = {k: v.float() if v.is_floating_point() else v.int() for k, v in out.items()}
     out["inputs"], out["targets"] = inputs.int(), targets.int()
     out["active"] = (out["active"] > 0).to(torch.uint8)
     save_file({k: v.contiguous() for k, v in out.items()}, HERE / f"{name}.safetensors")
 
 
+def save(model: LlamaForCausalLM, folder: pathlib.Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def write_minicpm() -> None:
+    model = build(tied=True, kv_heads=2, seed=4)
+    save(model, HERE / "minicpm")
+    path = HERE / "minicpm" / "config.json"
+    config = json.loads(path.read_text())
+    minicpm(config)
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    replace_parts(model, minicpm)
+    tokens = torch.randint(0, VOCAB, (STEPS, SEQUENCES, LENGTH + 1))
+    write("minicpm", model, tokens, kink=THRESHOLD)
+
+
 def main() -> None:
     for variant, tied, kv_heads, seed in VARIANTS:
         model = build(tied, kv_heads, seed)
-        folder = HERE / variant
-        shutil.rmtree(folder, ignore_errors=True)
-        model.save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
+        save(model, HERE / variant)
         tokens = torch.randint(0, VOCAB, (STEPS, SEQUENCES, LENGTH + 1))
-        write(variant, model, tokens, masked=False)
+        write(variant, model, tokens)
+    write_minicpm()
 
     model = LlamaForCausalLM.from_pretrained(HERE / "tied_gqa", attn_implementation="eager")
     torch.manual_seed(5)

@@ -149,7 +149,7 @@ class TrainingPass {
         batch_(batch),
         act_(activations),
         views_(activations.views),
-        eps_(static_cast<float>(model.config.norm_eps)) {}
+        eps_(model.config.stream_eps()) {}
 
   TrainingResult run() {
     set_positions();
@@ -165,7 +165,8 @@ class TrainingPass {
 
   void forward() {
     await_weights(-1);
-    embedding_forward(ctx_, batch_.inputs, weights_.embedding, views_.layers[0].attention_in);
+    embedding_forward(ctx_, batch_.inputs, weights_.embedding, views_.layers[0].attention_in,
+                      config_.stream_embedding_scale());
     for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
       await_weights(static_cast<int64_t>(layer));
       const LayerWeights& w = weights_.layers[layer];
@@ -177,7 +178,7 @@ class TrainingPass {
     }
     await_weights(config_.layers);
     norm_forward(views_.layers.back().ffn_in, views_.delta, views_.final_in, weights_.final_norm,
-                 views_.final_normed, views_.final_inv_rms);
+                 views_.final_normed, views_.final_inv_rms, config_.hidden_scale());
   }
 
   void set_positions() {
@@ -225,7 +226,8 @@ class TrainingPass {
 
   void backward() {
     std::fill_n(views_.d_residual.data, views_.d_residual.rows * views_.d_residual.cols, 0.0f);
-    norm_backward(views_.final_in, weights_.final_norm, views_.final_inv_rms, grads_.final_norm);
+    norm_backward(views_.final_in, weights_.final_norm, views_.final_inv_rms, grads_.final_norm,
+                  config_.hidden_scale());
     for (size_t layer = views_.layers.size(); layer-- > 0;) {
       const LayerWeights& w = weights_.layers[layer];
       const LayerGrads& d = grads_.layers[layer];
@@ -235,7 +237,8 @@ class TrainingPass {
       attention_block_backward(layer, w, a, d);
       norm_backward(a.attention_in, w.attention_norm, a.attention_inv_rms, d.attention_norm);
     }
-    embedding_backward(ctx_, batch_.inputs, views_.d_residual, grads_.embedding);
+    embedding_backward(ctx_, batch_.inputs, views_.d_residual, grads_.embedding,
+                       config_.stream_embedding_scale());
   }
 
   // The first layer reads the embedding, all others the sum after the previous layer.
@@ -252,26 +255,29 @@ class TrainingPass {
     }
   }
 
-  // sum = residual + delta; y = norm(sum)
+  // sum = residual + delta; y = scale * norm(sum)
   void norm_forward(MatrixF residual, MatrixF delta, MatrixF sum, const float* weight, MatrixF y,
-                    float* inv_rms) {
+                    float* inv_rms, float scale = 1.0f) {
     rms_norm_forward(ctx_, {.x = residual,
                             .residual = delta,
                             .sum = sum,
                             .weight = weight,
                             .y = y,
                             .inv_rms = inv_rms,
-                            .eps = eps_});
+                            .eps = eps_,
+                            .scale = scale});
   }
 
   // Both terms of a sum have the sum's gradient, so d_residual is passed to both.
-  void norm_backward(MatrixF sum, const float* weight, const float* inv_rms, float* d_weight) {
+  void norm_backward(MatrixF sum, const float* weight, const float* inv_rms, float* d_weight,
+                     float scale = 1.0f) {
     rms_norm_backward(ctx_, {.s = sum,
                              .weight = weight,
                              .inv_rms = inv_rms,
                              .d_y = views_.d_normed,
                              .d_s = views_.d_residual,
-                             .d_weight = d_weight});
+                             .d_weight = d_weight,
+                             .scale = scale});
   }
 
   void attention_block_forward(size_t layer, const LayerWeights& w, LayerActivations& a) {

@@ -447,10 +447,12 @@ namespace {
 struct NormRows {
   const int32_t* delta = nullptr;
   const int32_t* y = nullptr;
+  float scale = 1.0f;  // of the norm's output
 };
 struct NormBackwardRows {
   const int32_t* d_y = nullptr;
   const int32_t* d_delta = nullptr;  // null: no such copy of d_residual
+  float scale = 1.0f;                // of the norm's output
 };
 
 }  // namespace
@@ -501,7 +503,8 @@ class TrainingCuda::Pass {
                                        .width = config_.width,
                                        .ids = inputs_,
                                        .table = device_bf16(weights_.embedding.data),
-                                       .out = views_.layers[0].attention_in},
+                                       .out = views_.layers[0].attention_in,
+                                       .scale = config_.stream_embedding_scale()},
                                       ctx_.stream()));
     done(TrainingStage::kEmbedding);
     for (size_t layer = 0; layer < views_.layers.size(); ++layer) {
@@ -521,7 +524,7 @@ class TrainingCuda::Pass {
     }
     await_weights(config_.layers);
     norm(views_.layers.back().ffn_in, weights_.final_norm, views_.normed, views_.final_in,
-         {.delta = ffn_rows_});
+         {.delta = ffn_rows_, .scale = config_.hidden_scale()});
   }
 
   // The loss includes the head, never stores all logits, and also computes the head's gradients.
@@ -551,7 +554,7 @@ class TrainingCuda::Pass {
   void backward() {
     const ProfileRange whole("backward");
     norm_backward(views_.final_in, weights_.final_norm, nullptr, grads_.final_norm,
-                  {.d_delta = ffn_rows_});
+                  {.d_delta = ffn_rows_, .scale = config_.hidden_scale()});
     backward_done(config_.layers);
     for (size_t layer = views_.layers.size(); layer-- > 0;) {
       const ProfileRange range("layer", static_cast<int64_t>(layer));
@@ -573,7 +576,8 @@ class TrainingCuda::Pass {
                              .vocab = config_.vocab_size,
                              .ids = inputs_,
                              .d_out = views_.d_residual,
-                             .d_table = grads_.embedding.data},
+                             .d_table = grads_.embedding.data,
+                             .scale = config_.stream_embedding_scale()},
                             buffers_.embedding);
     done(TrainingStage::kEmbedding);
     backward_done(-1);
@@ -591,6 +595,7 @@ class TrainingCuda::Pass {
                                       .weight = device_bf16(weight),
                                       .y = y,
                                       .eps = eps(),
+                                      .scale = rows.scale,
                                       .residual_rows = rows.delta,
                                       .y_rows = rows.y},
                                      ctx_.stream()));
@@ -616,6 +621,7 @@ class TrainingCuda::Pass {
                                   .d_weight = d_weight,
                                   .partial = views_.partial,
                                   .eps = eps(),
+                                  .scale = rows.scale,
                                   .d_y_rows = rows.d_y,
                                   .copy_rows = rows.d_delta,
                                   .d_s_copy = rows.d_delta == nullptr ? nullptr : views_.d_delta},
@@ -859,7 +865,7 @@ class TrainingCuda::Pass {
             .document_mask = documents(),
             .window = documents() ? 0 : window_of(layer)};
   }
-  float eps() const { return static_cast<float>(config_.norm_eps); }
+  float eps() const { return config_.stream_eps(); }
   void await_weights(int64_t layer) const {
     if (pass_.before_layer) pass_.before_layer(layer);
   }

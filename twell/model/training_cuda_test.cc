@@ -61,6 +61,12 @@ std::vector<Variant> variants() {
   ModelConfig& fatrelu = add("fatrelu", true, {2, 65});
   fatrelu.activation = Activation::kFatRelu;
   fatrelu.activation_threshold = 0.5;
+  ModelConfig& scaled = add("minicpm", true, {2, 65});
+  scaled.activation = Activation::kFatRelu;
+  scaled.activation_threshold = 0.05;
+  scaled.embedding_scale = 12.0;
+  scaled.depth_scale = 1.4;
+  scaled.base_width = 16;
   add("qk_norm", true, {3, 37}).qk_norm = true;
   ModelConfig& biased = add("biases_everywhere", true, {2, 64});
   biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;

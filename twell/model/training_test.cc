@@ -97,6 +97,7 @@ struct Variant {
   int64_t window = 0;  // of the first layer
   int64_t ffn = 0;     // 0: as it is
   bool mlp_bias = false;
+  bool scaled = false;  // as MiniCPM is
 };
 
 class GradientTest : public ::testing::TestWithParam<Variant> {};
@@ -109,6 +110,11 @@ TEST_P(GradientTest, AgreesWithFiniteDifferencesOfTheWholeModel) {
   config.qk_norm = variant.qk_norm;
   config.o_bias = variant.o_bias;
   config.mlp_bias = variant.mlp_bias;
+  if (variant.scaled) {
+    config.embedding_scale = 12.0;
+    config.depth_scale = 1.4;
+    config.base_width = 6;
+  }
   if (variant.activation == Activation::kFatRelu) config.activation_threshold = 0.05;
   config.sliding_window = variant.window;
   if (variant.window > 0) config.full_attention = {false, true};
@@ -185,14 +191,16 @@ INSTANTIATE_TEST_SUITE_P(
         Variant{true, true, 2, Activation::kDRelu}, Variant{false, true, 2, Activation::kRelu2},
         Variant{true, true, 2, Activation::kSilu, true, false, true, 0, 19, true},
         Variant{false, true, 2, Activation::kRelu, true, false, true, 0, 0, true},
-        Variant{true, true, 2, Activation::kDRelu, false, false, false, 0, 0, true}),
+        Variant{true, true, 2, Activation::kDRelu, false, false, false, 0, 0, true},
+        Variant{true, true, 2, Activation::kFatRelu, false, false, false, 0, 0, false, true},
+        Variant{true, false, 4, Activation::kSilu, true, false, false, 2, 0, false, true}),
     [](const auto& instance) {
       const Variant v = instance.param;
-      return fmt::format("{}_{}_{}kv_{}{}{}{}{}{}", v.gated ? "gated" : "plain",
+      return fmt::format("{}_{}_{}kv_{}{}{}{}{}{}{}", v.gated ? "gated" : "plain",
                          v.tied ? "tied" : "untied", v.kv_heads, activation_name(v.activation),
                          v.qkv_bias ? "_bias" : "", v.qk_norm ? "_norm" : "",
                          v.o_bias ? "_obias" : "", v.window > 0 ? "_window" : "",
-                         v.mlp_bias ? "_mlpbias" : "");
+                         v.mlp_bias ? "_mlpbias" : "", v.scaled ? "_scaled" : "");
     });
 
 // The results of one call, as bits.

@@ -161,10 +161,6 @@ TrainOptions preset_train_options(std::string_view preset) {
 }
 
 TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
-  TWELL_REQUIRE(!config.scaled(),
-                "models with scaled embeddings, residuals or logits (scale_emb {}, scale_depth {}, "
-                "dim_model_base {}) are not trained",
-                config.embedding_scale, config.depth_scale, config.base_width);
   check_ranges(options);
   TWELL_REQUIRE(options.sample_every > 0 || options.sample_prompts.empty(),
                 "--sample-prompt goes with --sample-every");

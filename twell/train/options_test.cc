@@ -27,13 +27,6 @@ std::string refusal(const std::function<void(TrainOptions&)>& change) {
   return "accepted";
 }
 
-TEST(Options, RefuseModelsWithScales) {
-  ModelConfig config = micro_config(300);
-  config.depth_scale = 1.4;
-  EXPECT_THAT([&] { resolve_options(micro_options(10), config); },
-              testing::ThrowsMessage<InputError>(testing::HasSubstr("scale_depth 1.4")));
-}
-
 TEST(Options, DerivedValues) {
   TrainOptions options;
   options.tokens = 1000;

@@ -44,6 +44,7 @@ struct EmbeddingSums {
   const __nv_bfloat16* d_out = nullptr;    // [M, D]
   float* borders = nullptr;                // [pieces, 2, D]: of a piece's first and last run
   float* d_table = nullptr;                // [V, D]
+  float scale = 1.0f;
 };
 
 struct alignas(16) EmbeddingPiece {
@@ -75,8 +76,11 @@ struct Sums {
     reinterpret_cast<float4*>(row)[0] = {value[0], value[1], value[2], value[3]};
     reinterpret_cast<float4*>(row)[1] = {value[4], value[5], value[6], value[7]};
   }
-  __device__ void add_to(float* row) const {
+  // row += scale * these sums
+  __device__ void add_to(float* row, float scale) const {
     Sums sum = *this;
+#pragma unroll
+    for (float& v : sum.value) v *= scale;
     sum.add(row);
     sum.store(row);
   }
@@ -128,7 +132,7 @@ __global__ void __launch_bounds__(kEmbeddingThreads) piece_kernel(EmbeddingSums 
       } else if (last && ids[i + 1] == ids[i]) {
         sums.store(borders + p.width);
       } else {
-        sums.add_to(p.d_table + ids[i] * p.width + column);
+        sums.add_to(p.d_table + ids[i] * p.width + column, p.scale);
       }
       first = i + 1;
       sums.clear();
@@ -154,7 +158,7 @@ __global__ void __launch_bounds__(kEmbeddingThreads) border_kernel(EmbeddingSums
   for (int64_t at = next; at < p.tokens && p.sorted_ids[at] == id; at += kEmbeddingPiece) {
     sums.add(p.borders + at / kEmbeddingPiece * 2 * p.width + column);
   }
-  sums.add_to(p.d_table + id * p.width + column);
+  sums.add_to(p.d_table + id * p.width + column, p.scale);
 }
 
 int bits_of(int64_t values) {
@@ -225,7 +229,7 @@ void embedding_backward_cuda(CudaContext& ctx, const EmbeddingBackwardCuda& prob
                                       bits_of(problem.vocab), ctx.stream()));
   TWELL_CUDA_CHECK(
       launch_embedding_sums({tokens, problem.width, sorted_ids, sorted_tokens, problem.d_out,
-                             workspace.borders_.data(), problem.d_table},
+                             workspace.borders_.data(), problem.d_table, problem.scale},
                             ctx.stream()));
 }
 

@@ -15,8 +15,8 @@ namespace twell {
 
 void embedding_forward(Context& ctx, std::span<const int32_t> ids, const WeightMatrix& table,
                        MatrixF out, float scale = 1.0f);
-// d_table[ids[m]] += d_out[m], of a scale of 1
+// d_table[ids[m]] += scale * d_out[m]
 void embedding_backward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF d_out,
-                        MatrixF d_table);
+                        MatrixF d_table, float scale = 1.0f);
 
 }  // namespace twell

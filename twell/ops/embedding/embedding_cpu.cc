@@ -36,7 +36,7 @@ void embedding_forward(Context& ctx, std::span<const int32_t> ids, const WeightM
 }
 
 void embedding_backward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF d_out,
-                        MatrixF d_table) {
+                        MatrixF d_table, float scale) {
   check_shapes(ids, d_table, d_out);
   // An id may occur many times. Columns are split, not tokens, so that every element has one thread
   // and one order of summation for any number of threads.
@@ -48,7 +48,7 @@ void embedding_backward(Context& ctx, std::span<const int32_t> ids, ConstMatrixF
       const float* from = d_out.row(m) + first;
       float* to = d_table.row(ids[static_cast<size_t>(m)]) + first;
 #pragma omp simd
-      for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+      for (int64_t i = 0; i < count; ++i) to[i] += scale * from[i];
     }
   });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Token embedding on the GPU: out[m] = scale * table[ids[m]] (launch_embedding), and its backward,
-// d_table[ids[m]] += d_out[m]. All in device memory.
+// d_table[ids[m]] += scale * d_out[m]. All in device memory.
 //   ids [M] in [0, V), checked by the caller; table [V, D], out, d_out [M, D] bf16; d_table [V, D]
 //   f32; D a multiple of 8.
 // Backward sorts the tokens by id and sums fixed pieces of the sorted order, without atomics: the
@@ -38,6 +38,7 @@ struct EmbeddingBackwardCuda {
   const int32_t* ids = nullptr;          // [M]
   const __nv_bfloat16* d_out = nullptr;  // [M, D]
   float* d_table = nullptr;              // [V, D] accumulated
+  float scale = 1.0f;
 };
 
 // Memory for up to max_tokens tokens: one call in flight.

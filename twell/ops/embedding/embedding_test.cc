@@ -42,16 +42,17 @@ TEST(Embedding, BackwardAddsInTokenOrderForAnyThreadCount) {
       const auto ids = random_ids(tokens, 7);
       const auto d_out = TestMatrix::random(tokens, width, 2, 1);
       const auto before = TestMatrix::random(7, width, 3, 5);
+      const float scale = tokens == 127 ? 4.0f : 1.0f;
       TestMatrix expected = before;
       for (int64_t m = 0; m < tokens; ++m) {
         for (int64_t i = 0; i < width; ++i) {
-          expected(ids[static_cast<size_t>(m)], i) += d_out(m, i);
+          expected(ids[static_cast<size_t>(m)], i) += scale * d_out(m, i);
         }
       }
       for (const int threads : {1, 2, 3}) {
         Context ctx(threads);
         TestMatrix d_table = before;
-        embedding_backward(ctx, ids, d_out.view(), d_table.view());
+        embedding_backward(ctx, ids, d_out.view(), d_table.view(), scale);
         EXPECT_TRUE(d_table.same_bits(expected)) << tokens << " x " << width << ", " << threads;
       }
     }

@@ -126,7 +126,7 @@ __device__ float2 block_sums(float2 value, int turn) {
 
 // A block processes a run of rows in turn; each thread keeps its pieces of the row, of the weight
 // and of the block's part of the weight's gradient in registers.
-//   d_s = d_y * weight * inv - s * inv^3 / D * sum(d_y * weight * s)
+//   d_s = scale * (d_y * weight * inv - s * inv^3 / D * sum(d_y * weight * s))
 template <int kPieces>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_backward_kernel(RmsNormBackwardCuda p, int64_t rows) {
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
     sums = block_sums(sums, static_cast<int>(m % 2));
     const auto width = static_cast<float>(p.width);
     const float inv = rsqrtf(sums.x / width + p.eps);
-    const float shrink = sums.y * inv * inv * inv / width;
+    const float scaled = p.scale * inv, shrink = sums.y * scaled * inv * inv / width;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int64_t at = threadIdx.x + int64_t{i} * kThreads;
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(kThreads)
       for (int k = 0; k < kPiece / 2; ++k) {
         const float2 v = __bfloat1622float2(s[i].pair[k]), d = __bfloat1622float2(d_y[i].pair[k]);
         const float2 w = __bfloat1622float2(weight[i].pair[k]);
-        d_weight[i][k].x = fmaf(d.x * v.x, inv, d_weight[i][k].x);
-        d_weight[i][k].y = fmaf(d.y * v.y, inv, d_weight[i][k].y);
-        float2 g{fmaf(d.x * w.x, inv, -shrink * v.x), fmaf(d.y * w.y, inv, -shrink * v.y)};
+        d_weight[i][k].x = fmaf(d.x * v.x, scaled, d_weight[i][k].x);
+        d_weight[i][k].y = fmaf(d.y * v.y, scaled, d_weight[i][k].y);
+        float2 g{fmaf(d.x * w.x, scaled, -shrink * v.x), fmaf(d.y * w.y, scaled, -shrink * v.y)};
         if (p.d_residual != nullptr) {
           const float2 r = __bfloat1622float2(residual[i].pair[k]);
           g.x += r.x;

@@ -19,7 +19,7 @@ struct RmsNormForward {
   MatrixF y;                      // [M, D]
   float* inv_rms = nullptr;       // [M] or null (inference)
   float eps = 1e-5f;
-  float scale = 1.0f;  // 1 in training
+  float scale = 1.0f;
 };
 void rms_norm_forward(Context& ctx, const RmsNormForward& problem);
 
@@ -30,6 +30,7 @@ struct RmsNormBackward {
   ConstMatrixF d_y;                // [M, D]
   MatrixF d_s;                     // [M, D] accumulated into: it holds the residual path's gradient
   float* d_weight = nullptr;       // [D] accumulated
+  float scale = 1.0f;              // of the forward
 };
 void rms_norm_backward(Context& ctx, const RmsNormBackward& problem);
 

@@ -27,6 +27,7 @@ class RmsNormBackwardCudaTest : public testing::TestWithParam<BackwardCase> {};
 TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
   TWELL_SKIP_WITHOUT_GPU();
   const auto [tokens, width, with_residual] = GetParam();
+  const float scale = with_residual ? 0.75f : 1.0f;
   const CudaStream stream;
   const auto s = random_bf16(tokens * width, 1, 2.0f), weight = random_bf16(width, 2),
              d_y = random_bf16(tokens * width, 3), residual = random_bf16(tokens * width, 4);
@@ -47,7 +48,8 @@ TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
                                                .d_s = out.data(),
                                                .d_weight = d_weight.data(),
                                                .partial = partial.data(),
-                                               .eps = 1e-5f},
+                                               .eps = 1e-5f,
+                                               .scale = scale},
                                               stream.get()));
     stream.synchronize();
     return Gradients{to_floats(download(out)), download(d_weight)};
@@ -74,6 +76,7 @@ TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
                                 .d_weight = d_weight_there.data(),
                                 .partial = partial.data(),
                                 .eps = 1e-5f,
+                                .scale = scale,
                                 .d_y_rows = device_rows.data(),
                                 .copy_rows = device_rows.data(),
                                 .d_s_copy = copy.data()},
@@ -99,7 +102,8 @@ TEST_P(RmsNormBackwardCudaTest, EqualsCpu) {
                           .inv_rms = inv_rms.data(),
                           .d_y = ConstMatrixF(d_y_f.data(), tokens, width),
                           .d_s = MatrixF(d_s.data(), tokens, width),
-                          .d_weight = d_weight.data()});
+                          .d_weight = d_weight.data(),
+                          .scale = scale});
   for (size_t i = 0; i < d_s.size(); ++i) {
     // One rounding to bf16, and f32 terms of at most a few tens that may cancel.
     ASSERT_NEAR(got.d_s[i], d_s[i], std::abs(d_s[i]) * std::ldexp(1.0f, -8) + 2e-5f) << i;

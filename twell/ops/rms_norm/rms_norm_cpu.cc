@@ -113,9 +113,10 @@ void backward_rows(const RmsNormBackward& p, int64_t begin, int64_t end, float* 
   const int64_t width = p.s.cols;
   for (int64_t m = begin; m < end; ++m) {
     const float inv = p.inv_rms[m];
-    const float dot = weight_gradient(p.s.row(m), inv, p.weight, p.d_y.row(m), d_weight, width);
-    const float shrink = dot * inv * inv * inv / static_cast<float>(width);
-    input_gradient(p.s.row(m), inv, shrink, p.weight, p.d_y.row(m), p.d_s.row(m), width);
+    const float scaled = p.scale * inv;
+    const float dot = weight_gradient(p.s.row(m), scaled, p.weight, p.d_y.row(m), d_weight, width);
+    const float shrink = dot * scaled * inv * inv / static_cast<float>(width);
+    input_gradient(p.s.row(m), scaled, shrink, p.weight, p.d_y.row(m), p.d_s.row(m), width);
   }
 }
 

@@ -54,6 +54,7 @@ struct RmsNormBackwardCuda {
   float* d_weight = nullptr;                  // [D] accumulated
   float* partial = nullptr;                   // [rms_norm_backward_partials(M), D] workspace
   float eps = 1e-5f;
+  float scale = 1.0f;  // of the forward
   // The row of each token [M] in d_y and in a second copy of d_s; null: its own. With d_y_rows, d_s
   // is not d_y.
   const int32_t* d_y_rows = nullptr;

@@ -100,7 +100,7 @@ struct Backward {
 };
 
 Backward run_backward(const TestMatrix& s, const TestMatrix& weight, const TestMatrix& d_y,
-                      int threads) {
+                      int threads, float scale = 1.0f) {
   Context ctx(threads);
   TestMatrix y(s.rows(), s.cols()), inv_rms(1, s.rows());
   rms_norm_forward(ctx, {.x = s.view(),
@@ -114,7 +114,8 @@ Backward run_backward(const TestMatrix& s, const TestMatrix& weight, const TestM
                           .inv_rms = inv_rms.data(),
                           .d_y = d_y.view(),
                           .d_s = result.d_s.view(),
-                          .d_weight = result.d_weight.data()});
+                          .d_weight = result.d_weight.data(),
+                          .scale = scale});
   return result;
 }
 
@@ -161,6 +162,20 @@ TEST(RmsNorm, BackwardMatchesFiniteDifferences) {
     }
     EXPECT_TRUE(result.d_s.gaps_untouched());
   }
+}
+
+// Of a power of two, which changes no rounding.
+TEST(RmsNorm, BackwardOfAScaledOutputIsThatOfAScaledGradient) {
+  const auto s = TestMatrix::random(70, 35, 1, 1), weight = TestMatrix::random(1, 35, 3);
+  const auto d_y = TestMatrix::random(70, 35, 2);
+  TestMatrix scaled = d_y;
+  for (int64_t m = 0; m < 70; ++m) {
+    for (int64_t i = 0; i < 35; ++i) scaled(m, i) *= 0.25f;
+  }
+  const Backward got = run_backward(s, weight, d_y, 2, 0.25f);
+  const Backward want = run_backward(s, weight, scaled, 2);
+  EXPECT_TRUE(got.d_s.same_bits(want.d_s));
+  EXPECT_TRUE(got.d_weight.same_bits(want.d_weight));
 }
 
 TEST(RmsNorm, BackwardIsTheSameForAnyThreadCount) {
