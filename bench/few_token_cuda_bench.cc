@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times one feed-forward layer for a few tokens on the GPU against the dense layer through tuned
-// cuBLASLt in the same run, after checking the results.
+// Times the executions of one feed-forward layer for a few tokens on the GPU, and the dense layer
+// through tuned cuBLASLt in the same run, after checking the results. Ratios are to the fastest
+// dense one.
 //   few_token_cuda_bench [--tokens M]... [--nnz K]... [--fp8] [--jsonl FILE]
 // Weights must not stay in the L2 cache, as they do not in decoding: a CUDA graph makes two passes
 // over
@@ -11,6 +12,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -22,6 +24,7 @@
 #include "twell/format/byte_matrix_cuda.h"
 #include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
 #include "twell/ops/ffn/ffn_cuda.h"
+#include "twell/ops/ffn/registry.h"
 
 namespace twell {
 namespace {
@@ -38,11 +41,24 @@ struct Options {
 };
 
 constexpr double kBytesPerMicrosecond = 4.3e6;
+constexpr int64_t kMostFew = 128;  // tokens of the executions for few
 
 struct WeightSet {
   DeviceBuffer<__nv_bfloat16> gate, up, down;
   FfnWeightsCuda view() const { return {gate.data(), up.data(), down.data()}; }
 };
+
+// The executions for few tokens that take calls of so many.
+std::vector<const GpuFfnExecution*> executions_of(const GpuFfnLayer& layer, int64_t tokens) {
+  std::vector<const GpuFfnExecution*> taken;
+  for (const GpuFfnExecution& execution : gpu_ffn_registry()) {
+    if (execution.limits.most_tokens > kMostFew) continue;
+    if (gpu_ffn_unsupported(execution, layer, {.tokens = tokens}).empty()) {
+      taken.push_back(&execution);
+    }
+  }
+  return taken;
+}
 
 nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options& options,
                        const std::vector<WeightSet>& sets, const __nv_bfloat16* x, int64_t tokens,
@@ -50,71 +66,75 @@ nlohmann::json measure(CudaContext& ctx, const CudaStream& stream, const Options
   const int64_t width = options.width, ffn = options.ffn;
   DenseFfnCuda dense(ctx, tokens, width, ffn, true);
   const auto dense_y = poisoned<__nv_bfloat16>(tokens * width);
-  const auto y = poisoned<__nv_bfloat16>(tokens * width);
   dense.tune(ctx, sets[0].view(), x, dense_y.data());
-  FewTokenWorkspace workspace(ffn);
-  const auto statistics = upload(std::vector<ActivityCuda>(1));
-  const auto problem = [&](const WeightSet& set) {
-    return BatchFfnCuda{tokens,        width,           ffn,      x,      set.gate.data(),
-                        set.up.data(), set.down.data(), y.data(), nullptr};
-  };
-  BatchFfnCuda counted = problem(sets[0]);
-  counted.activity = statistics.data();
-  few_token_ffn_cuda(ctx, counted, workspace);
+  FfnWorkspaceCuda workspace(ctx, tokens, width, ffn, true);
+  const std::vector<const GpuFfnExecution*> executions = executions_of(workspace.layer(), tokens);
+  std::vector<DeviceBuffer<__nv_bfloat16>> results;
+  std::vector<FfnPlansCuda> plans;
+  plans.reserve(executions.size());
+  results.reserve(executions.size());
   dense.forward(ctx, sets[0].view(), x, dense_y.data());
-  stream.synchronize();
-  const double difference = relative_difference(y, dense_y);
-  TWELL_CHECK(difference < std::ldexp(1.0, -7), "{} tokens: the result differs by {} from dense",
-              tokens, difference);
-  const ActivityCuda fired = download(statistics)[0];
-
-  const auto sparse_layers = [&](bool constant) {
+  std::vector<std::function<void()>> pieces = {[&] {
     for (size_t i = 0; i < 2 * sets.size(); ++i) {
-      BatchFfnCuda layer = problem(sets[i % sets.size()]);
-      layer.weights_are_constant = constant;
-      few_token_ffn_cuda(ctx, layer, workspace);
+      dense.forward(ctx, sets[i % sets.size()].view(), x, dense_y.data());
     }
-  };
+  }};
+  double active = 0.0, worst = 0.0;
+  for (const GpuFfnExecution* execution : executions) {
+    FfnPlanCuda& plan =
+        plans.emplace_back(ctx, 1, ffn, FfnPolicy{FfnPolicy::Kind::kNamed, execution->name})[0];
+    __nv_bfloat16* const y = results.emplace_back(poisoned<__nv_bfloat16>(tokens * width)).data();
+    const auto layer = [&, y](const WeightSet& set) {
+      ffn_forward_cuda(ctx, {.tokens = tokens, .weights = set.view(), .x = x, .y = y}, plan,
+                       workspace);
+    };
+    layer(sets[0]);
+    plans.back().update(ctx);
+    stream.synchronize();
+    const double difference = relative_difference(results.back(), dense_y);
+    TWELL_CHECK(difference < std::ldexp(1.0, -7), "{} tokens: {} differs by {} from dense", tokens,
+                execution->name, difference);
+    worst = std::max(worst, difference);
+    if (execution->sparse) active = plan.activity.nnz_per_token;
+    pieces.push_back([&sets, layer] {
+      for (size_t i = 0; i < 2 * sets.size(); ++i) layer(sets[i % sets.size()]);
+    });
+  }
   const double layers = 2.0 * static_cast<double>(sets.size());
-  auto times = time_pieces(stream.get(), options.rounds,
-                           {[&] {
-                              for (size_t i = 0; i < 2 * sets.size(); ++i) {
-                                dense.forward(ctx, sets[i % sets.size()].view(), x, dense_y.data());
-                              }
-                            },
-                            [&] { sparse_layers(false); }, [&] { sparse_layers(true); }});
+  auto times = time_pieces(stream.get(), options.rounds, pieces);
   for (Timing& t : times) {  // to microseconds per layer
     t = {t.median * 1e3 / layers, t.p10 * 1e3 / layers, t.p90 * 1e3 / layers};
   }
   // Expected number of neurons active for at least one token, if tokens are independent.
-  const double density = static_cast<double>(fired.nnz) / static_cast<double>(tokens * ffn);
+  const double density = active / static_cast<double>(ffn);
   const double neurons =
       static_cast<double>(ffn) * (1.0 - std::pow(1.0 - density, static_cast<double>(tokens)));
   const double floor = (static_cast<double>(ffn) + 2.0 * neurons) * static_cast<double>(width) *
                        2.0 / kBytesPerMicrosecond;
-  const double ratio = times[0].median / times[1].median;
-  const double early_ratio = times[0].median / times[2].median;
-  fmt::print("{:4} {:7.1f} {:7.0f}  {:8.2f} {:8.2f} {:6.2f}x {:8.2f} {:6.2f}x {:8.2f}   {:.1e}\n",
-             tokens, static_cast<double>(fired.nnz) / static_cast<double>(tokens), neurons,
-             times[0].median, times[1].median, ratio, times[2].median, early_ratio, floor,
-             difference);
-  std::fflush(stdout);
   nlohmann::json row;
   row["tokens"] = tokens;
   row["width"] = width;
   row["ffn"] = ffn;
   row["nnz_asked"] = nnz;
-  row["nnz_per_token"] = static_cast<double>(fired.nnz) / static_cast<double>(tokens);
+  row["nnz_per_token"] = active;
   row["neurons"] = neurons;
   row["weight_sets"] = sets.size();
-  row["difference_to_dense"] = difference;
-  const char* names[] = {"dense", "few_token", "few_token_constant_weights"};
-  for (size_t i = 0; i < times.size(); ++i) {
-    row[std::string(names[i]) + "_us"] = timing_json(times[i]);
-  }
-  row["speedup"] = ratio;
-  row["speedup_constant_weights"] = early_ratio;
+  row["difference_to_dense"] = worst;
+  row["dense_us"] = timing_json(times[0]);
   row["floor_us"] = floor;
+  double best = times[0].median;
+  for (size_t i = 0; i < executions.size(); ++i) {
+    row[std::string(executions[i]->name) + "_us"] = timing_json(times[i + 1]);
+    if (!executions[i]->sparse) best = std::min(best, times[i + 1].median);
+  }
+  fmt::print("{:4} {:7.1f} {:7.0f}  {:8.2f} {:8.2f}", tokens, active, neurons, floor, best);
+  for (size_t i = 0; i < executions.size(); ++i) {
+    if (!executions[i]->sparse) continue;
+    fmt::print("  {} {:.2f} {:.2f}x", executions[i]->name, times[i + 1].median,
+               best / times[i + 1].median);
+  }
+  fmt::print("\n");
+  std::fflush(stdout);
   return row;
 }
 
@@ -255,8 +275,8 @@ void run(const Options& options) {
     fmt::print("{:>4} {:>7}  {:>8} {:>8} {:>7}   {}\n", "M", "nnz", "dense", "sparse", "ratio",
                "difference");
   } else {
-    fmt::print("{:>4} {:>7} {:>7}  {:>8} {:>8} {:>7} {:>8} {:>7} {:>8}   {}\n", "M", "nnz",
-               "neurons", "dense", "sparse", "ratio", "constant", "ratio", "floor", "difference");
+    fmt::print("{:>4} {:>7} {:>7}  {:>8} {:>8}  {}\n", "M", "nnz", "neurons", "floor", "dense",
+               "sparse executions, and their ratio to dense");
   }
   for (const double nnz : options.nnz) {
     fill_first_column(gate, width, gate_bias(nnz, ffn, width));
