@@ -285,42 +285,66 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
       tokens, o.width, o.ffn, x, o.gated ? weights.w_gate : weights.w_up, made.view()};
   TileUnionWorkspace unions(tokens, o.ffn);
   RowFusedWorkspace rows_workspace(ctx, tokens, o.width);
-  const Piece tile_union = [&] { tile_union_up_down_cuda(ctx, up_down, unions); };
-  const Piece portable = [&] { portable_union_up_down_cuda(ctx, up_down, unions); };
-  const Piece row_fused = [&] { row_fused_up_down_cuda(ctx, up_down, rows_workspace); };
-
-  FfnCudaResult result;
-  std::vector<FfnCudaRow>& rows = result.rows;
-  rows = {row_of(pattern, FfnExecution::kDense), row_of(pattern, FfnExecution::kTileUnion),
-          row_of(pattern, FfnExecution::kRowFused),
-          row_of(pattern, *find_gpu_ffn("portable-union"))};
-  const Piece* sparse[] = {&tile_union, &row_fused, &portable};
-  for (size_t i = 0; i < 3; ++i) {
-    TWELL_CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), ctx.stream()));
-    (*sparse[i])();
-    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-    rows[i + 1].error = relative_difference(y, dense_y);
-    require_same(rows[i + 1]);
-    if (i == 0) up_down.activity = nullptr;
-  }
-  const GpuFfnChoice choice =
-      choice_of(ctx, o, tokens, FfnPolicy::kAuto, layer_activity(download(counts)[0], o.ffn));
-
   // When tile-union follows the gate GEMM, it processes a tile of the pattern once the GEMM has
   // finished that tile. Only gated layers do.
   GateGemmCuda followed_gate = gate_gemm;
   if (o.gated) followed_gate.progress = unions.progress(tokens);
-  SparseUpDownCuda following = up_down;
-  following.follows_gate = o.gated;
+  const auto following = [&o](SparseUpDownCuda problem) {
+    problem.follows_gate = o.gated;
+    return problem;
+  };
+
+  FfnCudaResult result;
+  std::vector<FfnCudaRow>& rows = result.rows;
+  rows = {row_of(pattern, FfnExecution::kDense)};
+  // These time each row's gate, its up and down, and its whole layer.
+  std::vector<Piece> gates = {[&] { dense.gate(ctx, weights, x); }};
+  std::vector<Piece> rests = {[&] { dense.up_down(ctx, weights, x, dense_y.data()); }};
+  std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); }};
+  const bool hopper = ctx.compute_capability() == 90;
+  const Piece portable_gate = [&] { gate_gemm_sm80_cuda(ctx, gate_gemm); };
+  const Piece own_gate = hopper ? Piece([&] { gate_gemm_cuda(ctx, gate_gemm); }) : portable_gate;
+  // Adds a row whose result is checked; the first one counts activity.
+  const auto add_row = [&](FfnExecution execution, const Piece& gate_piece, const Piece& rest) {
+    FfnCudaRow& row = rows.emplace_back(row_of(pattern, execution));
+    TWELL_CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), ctx.stream()));
+    rest();
+    TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+    row.error = relative_difference(y, dense_y);
+    require_same(row);
+    up_down.activity = nullptr;
+    gates.push_back(gate_piece);
+    rests.push_back(rest);
+    layers.emplace_back([gate_piece, rest] {
+      gate_piece();
+      rest();
+    });
+  };
+  const Piece portable_union = [&] { portable_union_up_down_cuda(ctx, up_down, unions); };
+  if (hopper) {
+    add_row(FfnExecution::kTileUnion, own_gate,
+            [&] { tile_union_up_down_cuda(ctx, up_down, unions); });
+    layers.back() = [&] {
+      gate_gemm_cuda(ctx, followed_gate);
+      tile_union_up_down_cuda(ctx, following(up_down), unions);
+    };
+  } else {
+    add_row(*find_gpu_ffn("portable-union"), portable_gate, portable_union);
+  }
+  add_row(FfnExecution::kRowFused, own_gate,
+          [&] { row_fused_up_down_cuda(ctx, up_down, rows_workspace); });
+  if (hopper) add_row(*find_gpu_ffn("portable-union"), portable_gate, portable_union);
+  const GpuFfnChoice choice =
+      choice_of(ctx, o, tokens, FfnPolicy::kAuto, layer_activity(download(counts)[0], o.ffn));
+
   std::optional<ByteLayer> bytes;
   GateGemmCuda byte_gate, byte_followed_gate;
-  SparseUpDownCuda byte_up_down, byte_following;
-  if (o.width % 16 == 0 && o.ffn % 16 == 0) {
+  SparseUpDownCuda byte_up_down;
+  if (hopper && o.width % 16 == 0 && o.ffn % 16 == 0) {
     bytes.emplace(ctx, layer, tokens, o);
     byte_gate = bytes->gate(gate_gemm);
     byte_followed_gate = bytes->gate(followed_gate);
     byte_up_down = bytes->up_down(up_down);
-    byte_following = bytes->up_down(following);
     FfnCudaRow& row = rows.emplace_back(row_of(pattern, FfnExecution::kTileUnion));
     row.eight_bit = Dense8Bit::kFp8;
     row.arithmetic = "e4m3 x e4m3, f32 sums; h and w_down in bf16";
@@ -332,30 +356,6 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
     // Products of two operands that are each rounded to four significant bits.
     TWELL_CHECK(row.error < 0.1, "{}: {} differs by {} from dense", row.pattern, row.name(),
                 row.error);
-  }
-  const std::vector<Layer8Bit> eight_bit =
-      layers_8bit(ctx, o, tokens, {&weights, 1}, x, y, result.left_out);
-  for (FfnCudaRow& row : rows_8bit(ctx, o, pattern, eight_bit)) rows.push_back(std::move(row));
-  // These time each row's gate, its up and down, and its whole layer.
-  std::vector<Piece> gates = {
-      [&] { dense.gate(ctx, weights, x); }, [&] { gate_gemm_cuda(ctx, gate_gemm); },
-      [&] { gate_gemm_cuda(ctx, gate_gemm); }, [&] { gate_gemm_sm80_cuda(ctx, gate_gemm); }};
-  std::vector<Piece> rests = {[&] { dense.up_down(ctx, weights, x, dense_y.data()); }, tile_union,
-                              row_fused, portable};
-  std::vector<Piece> layers = {[&] { dense.forward(ctx, weights, x, dense_y.data()); },
-                               [&] {
-                                 gate_gemm_cuda(ctx, followed_gate);
-                                 tile_union_up_down_cuda(ctx, following, unions);
-                               },
-                               [&] {
-                                 gate_gemm_cuda(ctx, gate_gemm);
-                                 row_fused();
-                               },
-                               [&] {
-                                 gate_gemm_sm80_cuda(ctx, gate_gemm);
-                                 portable();
-                               }};
-  if (bytes) {
     gates.push_back([&] {
       bytes->prepare_gate(ctx, x);
       gate_gemm_cuda(ctx, byte_gate);
@@ -368,9 +368,12 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
       bytes->prepare_gate(ctx, x);
       bytes->prepare_down(ctx);
       gate_gemm_cuda(ctx, byte_followed_gate);
-      tile_union_up_down_cuda(ctx, byte_following, unions);
+      tile_union_up_down_cuda(ctx, following(byte_up_down), unions);
     });
   }
+  const std::vector<Layer8Bit> eight_bit =
+      layers_8bit(ctx, o, tokens, {&weights, 1}, x, y, result.left_out);
+  for (FfnCudaRow& row : rows_8bit(ctx, o, pattern, eight_bit)) rows.push_back(std::move(row));
   for (const Layer8Bit& l : eight_bit) {
     gates.push_back([&, &l = l] { l.layer->gate(ctx, l.weights[0], x); });
     rests.push_back([&, &l = l] { l.layer->up_down(ctx, l.weights[0], y.data()); });
@@ -496,8 +499,8 @@ FfnCudaResult benchmark_ffn_cuda(CudaContext& ctx, const FfnCudaBenchmark& optio
     TWELL_REQUIRE(static_cast<int64_t>(column) < o.ffn, "{}: neuron {} of a layer of {}",
                   pattern.name, column, o.ffn);
   }
-  TWELL_REQUIRE(ctx.compute_capability() == 90,
-                "this benchmark times Hopper kernels, {} is of compute capability {}.{}",
+  TWELL_REQUIRE(ctx.compute_capability() >= 80,
+                "the kernels are for GPUs of compute capability 8.0 and later, {} is of {}.{}",
                 ctx.device_name(), ctx.compute_capability() / 10, ctx.compute_capability() % 10);
   return pattern.tokens() > kMostAsEngine ? replayed(ctx, options, pattern)
                                           : as_engine(ctx, options, pattern);

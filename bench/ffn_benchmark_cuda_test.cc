@@ -53,6 +53,29 @@ TEST(FfnBenchmarkCudaTest, TimesEightBitsBesideTheOthers) {
   }
 }
 
+// On a GPU that is not a Hopper, and in a portable build, the portable executions alone.
+TEST(FfnBenchmarkCudaTest, TimesTheExecutionsOfTheDevice) {
+  TWELL_GPU_TEST();
+  const bool hopper = ctx.compute_capability() == 90;
+  for (const bool gated : {true, false}) {
+    const FfnPattern pattern = random_pattern("random", 2049, 1024, 0.05, 1);
+    const auto rows = benchmark_ffn_cuda(ctx, small_benchmark(512, gated), pattern).rows;
+    ASSERT_GE(rows.size(), 3u);
+    EXPECT_EQ(rows[1].name(), hopper ? "tile-union" : "portable-union");
+    EXPECT_EQ(rows[2].name(), "row-fused");
+    EXPECT_EQ(std::ranges::count(rows, "portable-union", &FfnCudaRow::name), 1);
+    for (const FfnCudaRow& row : rows) {
+      EXPECT_GT(row.layer.median, 0.0) << row.name();
+      EXPECT_GT(row.gate.median, 0.0) << row.name();
+      EXPECT_GT(row.up_down.median, 0.0) << row.name();
+    }
+    const auto few = benchmark_ffn_cuda(ctx, small_benchmark(512, gated),
+                                        random_pattern("random", 5, 1024, 0.05, 1))
+                         .rows;
+    EXPECT_EQ(few[1].name(), hopper ? "decode-rows" : "portable-rows");
+  }
+}
+
 TEST(FfnBenchmarkCudaTest, LeavesOutEightBitsWithAReason) {
   TWELL_HOPPER_TEST();
   for (const int64_t tokens : kTokens) {

@@ -9,7 +9,9 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "twell/base/gpu_code.h"
 #include "twell/base/rng.h"
+#include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
 namespace {
@@ -37,6 +39,12 @@ void copy_to(const DeviceBuffer<T>& to, const std::vector<T>& from) {
 }
 
 }  // namespace
+
+void use_products_of_build(CudaContext& ctx) {
+  if (!kPortableBuild) return;
+  set_matmul_tuning(ctx, true);
+  fmt::print("{}\n", kPortableProducts);
+}
 
 std::vector<__nv_bfloat16> random_operand(int64_t n, uint64_t stream, float deviation,
                                           uint64_t seed) {

@@ -51,6 +51,12 @@ struct TwellBuffersCuda {
 TwellBuffersCuda pattern_to_device(const FfnPattern& pattern, int64_t ffn, uint64_t seed,
                                    __nv_bfloat16* dense = nullptr);
 
+// Products of a portable build, which takes every GPU for one of compute capability 8.0, run on
+// cuBLASLt's kernels for these from now on (set_matmul_tuning), and this line says XX
+inline constexpr char kPortableProducts[] =
+    "dense products: cuBLASLt's fastest kernels for compute capability 8.0";
+void use_products_of_build(CudaContext& ctx);
+
 // A function that enqueues work on the stream.
 using Piece = std::function<void()>;
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "twell/base/gpu_code.h"
 #include "twell/ops/matmul/matmul_cuda.h"
 
 namespace twell {
@@ -59,7 +60,8 @@ std::vector<int64_t> random_documents(const TrainOptions& train) {
 TrainBenchmarkRun benchmark_training(cudaStream_t stream, Model& model,
                                      const TrainBenchmarkOptions& options) {
   CudaContext ctx(stream);
-  set_matmul_tuning(ctx, options.tune);
+  // A portable build trains dense on products by mma.sync too.
+  set_matmul_tuning(ctx, options.tune || kPortableBuild);
   const ModelConfig& config = model.config;
   const TrainOptions train = train_options(config, options);
   const int64_t tokens = train.micro_batch_tokens();

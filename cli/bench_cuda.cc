@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/forward_benchmark_cuda.h"
+#include "bench/harness_cuda.h"
 #include "bench/synthetic_model.h"
 #include "cli/bench.h"
 #include "cli/options.h"
@@ -175,6 +176,7 @@ void compare_forward_cuda(CudaContext& ctx, const BenchForwardCuda& arguments) {
 int run_bench_forward_cuda(const BenchForwardCuda& arguments) {
   const CudaStream stream;
   CudaContext ctx(stream.get());
+  use_products_of_build(ctx);
   BenchForwardCuda wide = arguments;
   wide.subject.weights = {};
   compare_forward_cuda(ctx, wide);

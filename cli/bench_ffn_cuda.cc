@@ -9,6 +9,7 @@
 
 #include "bench/ffn_benchmark_cuda.h"
 #include "bench/ffn_sweep_cuda.h"
+#include "bench/harness_cuda.h"
 #include "cli/bench.h"
 #include "cli/progress_line.h"
 #include "cli/text_layout.h"
@@ -154,6 +155,7 @@ void run_bench_ffn_cuda(const FfnBenchmark& options, double energy_seconds,
   fmt::print("FFN forward, D {}, F {}, {}, {}, bf16, on {}\n", options.width, options.ffn,
              options.gated ? "gated" : "not gated", activation_name(options.activation),
              ctx.device_name());
+  use_products_of_build(ctx);
   const Table table = gpu_layer_table();
   table.print_header();
   double ratios = 0.0;  // sum over the patterns of dense time / time of the chosen execution
@@ -199,6 +201,7 @@ void run_bench_ffn_sweep(const FfnSweepOptions& options) {
   const int64_t cases = case_count(sweep);
   fmt::print("FFN forward, {}, bf16, on {}: {} cases\n", options.gated ? "gated" : "not gated",
              ctx.device_name(), cases);
+  use_products_of_build(ctx);
   const Table table({{.header = "D", .width = 5},
                      {.header = "F", .width = 5},
                      {.header = "cases"},

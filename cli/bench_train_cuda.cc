@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "bench/harness_cuda.h"
 #include "bench/pattern_replay_cuda.h"
 #include "bench/train_benchmark_cuda.h"
 #include "cli/bench.h"
@@ -15,6 +16,7 @@
 #include "cli/ranks.h"
 #include "cli/text_layout.h"
 #include "twell/base/context.h"
+#include "twell/base/gpu_code.h"
 #include "twell/infer/engine_cuda.h"
 
 namespace twell::cli {
@@ -113,6 +115,7 @@ class TrainBench {
     init_weights(cpu, model_, arguments.seed);
     fmt::print("preset {}, random weights and tokens, sequences of {}, on {} {}\n",
                arguments.preset, options_.length, ranks.identity().size, gpu_);
+    if (kPortableBuild) fmt::print("{}\n", kPortableProducts);
   }
 
   void run() {

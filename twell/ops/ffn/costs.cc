@@ -23,6 +23,8 @@ struct GpuCosts {
     double bytes = 0.86;   // weights
     double mean = 2.827;   // exponent
     double throttle = 0.07922;
+    double mma_flops = 1.15;     // by mma.sync GEMMs reach more of its rate,
+    double mma_launches = 6.0;   // and launch later
     double elementwise = 1.161;  // the gate product, partly from the L2
     double launches = 13.77;
   } dense;
@@ -94,8 +96,11 @@ struct GpuCosts {
     double share = 0.7;  // of the rate of mma.sync that products reach
     double tile = 0.15;
   } portable_union;
+  // Fitted to three widths with 1 and 8 tokens (bench/results/2026-11-27-h200-portable.txt).
   struct {
-    double launches = 6.0, first_bytes = 0.8, active_bytes = 0.4;
+    double launches = 6.0, first_bytes = 0.8;
+    double token = 0.52, token_weight = 1.66e-7;  // of each token after the first
+    double active = 0.01, active_bytes = 1.6;
   } portable_rows;
   // Tile-union's `down`, behind an 8-bit gate GEMM and a product of gate and up. Fitted to five
   // shapes of 1,024 to 16,384 tokens on an H200
@@ -113,6 +118,7 @@ struct GpuCosts {
   struct {
     double row_bytes = 8.0e6 / kFitSms / kFitGhz;  // weight rows gathered from the L2
     double tail = 20.0;                            // lists, and the tail of long rows
+    double missed_bytes = 0.35;                    // rows that are not in the L2
   } row_fused;
   // gate_gemm_sm80's share of the rate of mma.sync (bench/results/2026-11-27-h200-portable.txt).
   double portable_gate = 0.74;
@@ -165,7 +171,9 @@ struct Sizes {
 double dense_gemm(const GpuFfnLayer& layer, const Sizes& s) {
   const auto& costs = kCosts.dense;
   const double rows = std::ceil(s.m / kDenseRows) * kDenseRows;
-  const double cores = layer.device.gemm_flops / kFitGemmFlops;
+  const GpuDevice& device = layer.device;
+  const double cores = device.gemm_flops / kFitGemmFlops *
+                       (device.gemm_flops > device.mma_flops ? 1.0 : costs.mma_flops);
   const double flops =
       2.0 * rows * s.d * s.f / (s.rate(costs.flops * 1e6 / kFitSms / kFitGhz) * cores);
   const double bytes = s.move(2.0 * s.d * s.f, costs.bytes);
@@ -234,9 +242,10 @@ double active_rows(const GpuFfnLayer& layer, const Sizes& s, double active) {
 double dense_gemms(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
   const Sizes s(layer, tokens);
   const auto& costs = kCosts.dense;
-  if (!layer.gated) return 2.0 * dense_gemm(layer, s) + 0.5 * costs.launches;
-  return 3.0 * dense_gemm(layer, s) + s.move(3.0 * 2.0 * s.m * s.f, costs.elementwise) +
-         costs.launches;
+  const bool mma = layer.device.gemm_flops <= layer.device.mma_flops;
+  const double launches = costs.launches + (mma ? costs.mma_launches : 0.0);
+  if (!layer.gated) return 2.0 * dense_gemm(layer, s) + 0.5 * launches;
+  return 3.0 * dense_gemm(layer, s) + s.move(3.0 * 2.0 * s.m * s.f, costs.elementwise) + launches;
 }
 
 double dense_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity&) {
@@ -424,17 +433,23 @@ double small_batch_bytes(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
 double portable_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const auto& costs = kCosts.portable_rows;
+  const double active = grown_union(s, activity, s.m);
   return costs.launches + s.move(2.0 * s.d * s.f, costs.first_bytes) +
-         s.move(active_rows(layer, s, grown_union(s, activity, s.m)), costs.active_bytes);
+         s.work((s.m - 1.0) * (costs.token + costs.token_weight * s.d * s.f) +
+                costs.active * active) +
+         s.move(active_rows(layer, s, active), costs.active_bytes);
 }
 
 double row_fused(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
   const Sizes s(layer, tokens);
   const double products = layer.gated ? 2.0 : 1.0;
-  // Each active neuron's rows come from the L2 for every token, and from memory once.
-  const double gathered = std::max(
-      products * s.m * activity.nnz_per_token * 2.0 * s.d / s.rate(kCosts.row_fused.row_bytes),
-      s.move(active_rows(layer, s, grown_union(s, activity, s.m))));
+  // Each active neuron's rows come from the L2 for every token, as far as it holds them, and from
+  // memory once.
+  const double rows = products * s.m * activity.nnz_per_token * 2.0 * s.d;
+  const double missed = std::max(1.0 - kL2Bytes / (products * 2.0 * s.d * s.f), 0.0);
+  const double gathered = std::max(rows / s.rate(kCosts.row_fused.row_bytes),
+                                   s.move(active_rows(layer, s, grown_union(s, activity, s.m)))) +
+                          s.move(rows * missed, kCosts.row_fused.missed_bytes);
   return packed_gate(layer, s) + 6.0 + kCosts.row_fused.tail + s.move(2.0 * 2.0 * s.m * s.d) +
          gathered;
 }

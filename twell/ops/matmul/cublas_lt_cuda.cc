@@ -127,6 +127,35 @@ TWELL_HIDDEN cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(
                                                                        bytes, written);
 }
 
+TWELL_HIDDEN cublasStatus_t cublasLtMatmulAlgoConfigSetAttribute(
+    cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+    const void* value, size_t bytes) {
+  return TWELL_CUBLASLT_FUNCTION(cublasLtMatmulAlgoConfigSetAttribute)(algorithm, attribute, value,
+                                                                       bytes);
+}
+
+TWELL_HIDDEN cublasStatus_t cublasLtMatmulAlgoCapGetAttribute(
+    const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulAlgoCapAttributes_t attribute, void* value,
+    size_t bytes, size_t* written) {
+  return TWELL_CUBLASLT_FUNCTION(cublasLtMatmulAlgoCapGetAttribute)(algorithm, attribute, value,
+                                                                    bytes, written);
+}
+
+TWELL_HIDDEN cublasStatus_t cublasLtMatmulAlgoInit(
+    cublasLtHandle_t handle, cublasComputeType_t compute, cudaDataType_t scale, cudaDataType_t a,
+    cudaDataType_t b, cudaDataType_t c, cudaDataType_t d, int id, cublasLtMatmulAlgo_t* algorithm) {
+  return TWELL_CUBLASLT_FUNCTION(cublasLtMatmulAlgoInit)(handle, compute, scale, a, b, c, d, id,
+                                                         algorithm);
+}
+
+TWELL_HIDDEN cublasStatus_t cublasLtMatmulAlgoCheck(
+    cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, cublasLtMatrixLayout_t a,
+    cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+    const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulHeuristicResult_t* result) {
+  return TWELL_CUBLASLT_FUNCTION(cublasLtMatmulAlgoCheck)(handle, operation, a, b, c, d, algorithm,
+                                                          result);
+}
+
 TWELL_HIDDEN cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation,
                                            const void* alpha, const void* a,
                                            cublasLtMatrixLayout_t layout_a, const void* b,

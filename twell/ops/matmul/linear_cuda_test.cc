@@ -103,6 +103,19 @@ TEST(CublasLt, EveryFunctionIsFoundInTheLibrary) {
   EXPECT_NE(cublasLtMatmulAlgoConfigGetAttribute(&result.algo, CUBLASLT_ALGO_CONFIG_TILE_ID,
                                                  nullptr, 0, nullptr),
             CUBLAS_STATUS_SUCCESS);
+  cublasLtMatmulAlgo_t algorithm{};
+  EXPECT_NE(cublasLtMatmulAlgoInit(nullptr, CUBLAS_COMPUTE_32F, CUDA_R_32F, CUDA_R_16BF,
+                                   CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16BF, 0, &algorithm),
+            CUBLAS_STATUS_SUCCESS);
+  EXPECT_NE(cublasLtMatmulAlgoCapGetAttribute(&algorithm, CUBLASLT_ALGO_CAP_TILE_IDS, nullptr, 0,
+                                              nullptr),
+            CUBLAS_STATUS_SUCCESS);
+  EXPECT_NE(
+      cublasLtMatmulAlgoConfigSetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, nullptr, 0),
+      CUBLAS_STATUS_SUCCESS);
+  EXPECT_NE(cublasLtMatmulAlgoCheck(nullptr, operation, layout, layout, layout, layout, &algorithm,
+                                    &result),
+            CUBLAS_STATUS_SUCCESS);
   EXPECT_NE(cublasLtMatmul(nullptr, operation, nullptr, nullptr, layout, nullptr, layout, nullptr,
                            nullptr, layout, nullptr, layout, nullptr, nullptr, 0, nullptr),
             CUBLAS_STATUS_SUCCESS);
@@ -192,6 +205,40 @@ TEST(MatmulPlanCuda, DoesNotTimeWhatIsCaptured) {
   run();
   stream.synchronize();
   EXPECT_EQ(to_floats(download(c)), captured);
+}
+
+// In a portable build they run on cuBLASLt's kernels for compute capability 8.0.
+TEST(MatmulPlanCuda, TunedProductsAreTheOthers) {
+  TWELL_GPU_TEST();
+  for (const MatmulShapeCuda& shape : std::vector<MatmulShapeCuda>{
+           {.rows = 100, .cols = 1024, .inner = 512, .trans_b = true, .relu = true},
+           {.rows = 64, .cols = 264, .inner = 5632},
+           {.rows = 1100, .cols = 520, .inner = 328, .add = true},
+           {.rows = 512, .cols = 256, .inner = 1000, .f32_out = true, .trans_a = true}}) {
+    const auto a = upload(random_bf16(shape.rows * shape.inner, 1)),
+               b = upload(random_bf16(shape.cols * shape.inner, 2));
+    const auto product = [&](bool tuned) {
+      const DeviceBuffer<float> f32(shape.f32_out ? shape.rows * shape.cols : 0);
+      const DeviceBuffer<__nv_bfloat16> bf16(shape.f32_out ? 0 : shape.rows * shape.cols);
+      void* const c = shape.f32_out ? static_cast<void*>(f32.data()) : bf16.data();
+      const int64_t bytes = shape.f32_out ? f32.bytes() : bf16.bytes();
+      TWELL_CUDA_CHECK(cudaMemsetAsync(c, 0, static_cast<size_t>(bytes), ctx.stream()));
+      set_matmul_tuning(ctx, tuned);
+      MatmulPlanCuda plan(ctx, shape);
+      plan.run(ctx, a.data(), b.data(), c);
+      stream.synchronize();
+      return shape.f32_out ? download(f32) : to_floats(download(bf16));
+    };
+    const std::vector<float> want = product(false), got = product(true);
+    double difference = 0.0, size = 0.0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      difference += std::pow(double{got[i]} - double{want[i]}, 2.0);
+      size += double{want[i]} * double{want[i]};
+    }
+    EXPECT_GT(size, 0.0);
+    EXPECT_LT(difference, std::ldexp(size, -14)) << shape.rows << " x " << shape.cols;
+  }
+  set_matmul_tuning(ctx, false);
 }
 
 }  // namespace

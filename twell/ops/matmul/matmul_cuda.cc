@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <map>
 #include <span>
 #include <vector>
 
+#include "twell/base/gpu_code.h"
 #include "twell/ops/matmul/cublas_lt.h"
 #include "twell/ops/route/route.h"
 
@@ -116,6 +118,29 @@ int best_proposal(const CudaContext& ctx, const MatmulShapeCuda& shape,
   return chosen;
 }
 
+// CUTLASS's kernels on mma.sync, for compute capability 8.0, whose number of stages is stated.
+constexpr int kAmpereKernels = 21;
+constexpr int64_t kFewAmpereRows = 1024;  // are also cut along K
+constexpr std::array<int32_t, 4> kAmpereCuts = {1, 2, 4, 8};
+
+// Empty where the algorithm says nothing.
+std::vector<uint32_t> of_algorithm(const cublasLtMatmulAlgo_t& algorithm,
+                                   cublasLtMatmulAlgoCapAttributes_t attribute) {
+  std::array<uint32_t, 256> values{};
+  size_t bytes = 0;
+  const cublasStatus_t status = cublasLtMatmulAlgoCapGetAttribute(
+      &algorithm, attribute, values.data(), sizeof(values), &bytes);
+  if (status != CUBLAS_STATUS_SUCCESS) bytes = 0;
+  return {values.begin(), values.begin() + bytes / sizeof(uint32_t)};
+}
+
+template <typename T>
+void configure(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+               T value) {
+  TWELL_CUBLAS_CHECK(
+      cublasLtMatmulAlgoConfigSetAttribute(&algorithm, attribute, &value, sizeof(value)));
+}
+
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   TWELL_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
@@ -181,32 +206,83 @@ MatmulPlanCuda::MatmulPlanCuda(CudaContext& ctx, const MatmulShapeCuda& shape) :
   const size_t bytes = static_cast<size_t>(kCublasWorkspaceBytes);
   cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
                                        sizeof(bytes));
+  int found = 0;
+  proposals_.resize(kProposals);
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
       ctx.service<LtHandle>().handle, operation, layout_b_.get(), layout_a_.get(), layout_c_.get(),
-      layout_c_.get(), preference, kProposals, proposals_, &proposal_count_);
-  TWELL_CHECK(status == CUBLAS_STATUS_SUCCESS && proposal_count_ > 0,
+      layout_c_.get(), preference, kProposals, proposals_.data(), &found);
+  TWELL_CHECK(status == CUBLAS_STATUS_SUCCESS && found > 0,
               "cuBLASLt has no bf16 algorithm for [{}, {}] x [{}, {}]", shape.rows, shape.inner,
               shape.inner, shape.cols);
-  chosen_ = best_proposal(ctx, shape, {proposals_, static_cast<size_t>(proposal_count_)});
-  for (int i = 0; i < proposal_count_ &&
-                  route::gemm_bits_known(shape.rows, shape.cols, shape.inner, shape.trans_a);
-       ++i) {
+  proposals_.resize(static_cast<size_t>(found));
+  if (kPortableBuild && matmul_tuning(ctx)) {
+    propose_ampere_kernels(ctx);
+    return;
+  }
+  chosen_ = best_proposal(ctx, shape, proposals_);
+  if (!route::gemm_bits_known(shape.rows, shape.cols, shape.inner, shape.trans_a)) return;
+  for (int i = 0; i < found; ++i) {
     if (Proposal(proposals_[i]).adds_as(Proposal(proposals_[chosen_]))) candidates_.push_back(i);
   }
 }
 
-void MatmulPlanCuda::run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm,
-                              const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const {
+void MatmulPlanCuda::propose_ampere_kernels(CudaContext& ctx) {
+  cublasLtHandle_t handle = ctx.service<LtHandle>().handle;
+  const cudaDataType_t type = CUDA_R_16BF, out = shape_.f32_out ? CUDA_R_32F : type;
+  cublasLtMatmulAlgo_t algorithm;
+  TWELL_CUBLAS_CHECK(cublasLtMatmulAlgoInit(handle, CUBLAS_COMPUTE_32F, CUDA_R_32F, type, type, out,
+                                            out, kAmpereKernels, &algorithm));
+  proposals_.clear();
+  const auto propose = [&] {
+    cublasLtMatmulHeuristicResult_t result{};
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoCheck(handle, operation_.get(), layout_b_.get(), layout_a_.get(),
+                                layout_c_.get(), layout_c_.get(), &algorithm, &result);
+    const auto most = static_cast<size_t>(kCublasWorkspaceBytes);
+    if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > most) return;
+    result.algo = algorithm;
+    proposals_.push_back(result);
+  };
+  const auto cuts =
+      std::span(kAmpereCuts).first(shape_.rows <= kFewAmpereRows ? kAmpereCuts.size() : 1);
+  for (const uint32_t tile : of_algorithm(algorithm, CUBLASLT_ALGO_CAP_TILE_IDS)) {
+    configure(algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, tile);
+    for (const uint32_t stages : of_algorithm(algorithm, CUBLASLT_ALGO_CAP_STAGES_IDS)) {
+      configure(algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID, stages);
+      for (const int32_t cut : cuts) {
+        configure(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, cut);
+        configure(
+            algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME,
+            cut == 1 ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+        propose();
+      }
+    }
+  }
+  TWELL_CHECK(!proposals_.empty(),
+              "cuBLASLt has no bf16 algorithm on mma.sync for [{}, {}] x [{}, {}]", shape_.rows,
+              shape_.inner, shape_.inner, shape_.cols);
+  tunes_first_ = true;
+}
+
+cublasStatus_t MatmulPlanCuda::try_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm,
+                                        const __nv_bfloat16* a, const __nv_bfloat16* b,
+                                        void* c) const {
   const float one = 1.0f, beta = shape_.add ? 1.0f : 0.0f;
   const LtHandle& lt = ctx.service<LtHandle>();
-  TWELL_CUBLAS_CHECK(cublasLtMatmul(lt.handle, operation_.get(), &one, b, layout_b_.get(), a,
-                                    layout_a_.get(), &beta, c, layout_c_.get(), c, layout_c_.get(),
-                                    &algorithm, lt.workspace.data(),
-                                    static_cast<size_t>(lt.workspace.bytes()), ctx.stream()));
+  return cublasLtMatmul(lt.handle, operation_.get(), &one, b, layout_b_.get(), a, layout_a_.get(),
+                        &beta, c, layout_c_.get(), c, layout_c_.get(), &algorithm,
+                        lt.workspace.data(), static_cast<size_t>(lt.workspace.bytes()),
+                        ctx.stream());
+}
+
+void MatmulPlanCuda::run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm,
+                              const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const {
+  TWELL_CUBLAS_CHECK(try_with(ctx, algorithm, a, b, c));
 }
 
 void MatmulPlanCuda::run(CudaContext& ctx, const __nv_bfloat16* a, const __nv_bfloat16* b,
                          void* c) {
+  if (tunes_first_ && !is_capturing(ctx.stream())) tune(ctx, a, b, c);
   if (settled() || is_capturing(ctx.stream()) || ++runs_ <= kUntimedRuns) {
     run_with(ctx, proposals_[chosen_].algo, a, b, c);
     return;
@@ -251,24 +327,27 @@ void MatmulPlanCuda::tune(CudaContext& ctx, const __nv_bfloat16* a, const __nv_b
   const DeviceBuffer<float> spare(shape_.add ? shape_.rows * row : 0);
   if (shape_.add) c = spare.data();
   const CudaEvent begin(CudaEvent::Timing::kOn), end(CudaEvent::Timing::kOn);
-  double best = 0.0;
-  for (int i = 0; i < proposal_count_; ++i) {
+  const int repeats = tunes_first_ ? 3 : 7;  // of many proposals fewer
+  double best = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < std::ssize(proposals_); ++i) {
+    const cublasLtMatmulAlgo_t& algorithm = proposals_[i].algo;
+    // The first one warms up. An algorithm may decline what it was not asked about.
+    if (try_with(ctx, algorithm, a, b, c) != CUBLAS_STATUS_SUCCESS) continue;
     std::vector<double> times;
-    for (int repeat = 0; repeat < 7; ++repeat) {
+    for (int repeat = 1; repeat < repeats; ++repeat) {
       begin.record(ctx.stream());
-      run_with(ctx, proposals_[i].algo, a, b, c);
+      run_with(ctx, algorithm, a, b, c);
       end.record(ctx.stream());
       end.synchronize();
       times.push_back(end.milliseconds_since(begin));
     }
-    times.erase(times.begin());  // the first one warms up
-    const double time = median(times);
-    if (i == 0 || time < best) {
+    if (const double time = median(times); time < best) {
       best = time;
       chosen_ = i;
     }
   }
   candidates_ = {chosen_};
+  tunes_first_ = false;
 }
 
 void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bfloat16* a,

@@ -54,17 +54,20 @@ class MatmulPlanCuda {
 
  private:
   static constexpr int kProposals = 8;
+  void propose_ampere_kernels(CudaContext& ctx);
   void settle(bool timed);
   int fastest_proposal() const;
+  cublasStatus_t try_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm,
+                          const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const;
   void run_with(CudaContext& ctx, const cublasLtMatmulAlgo_t& algorithm, const __nv_bfloat16* a,
                 const __nv_bfloat16* b, void* c) const;
 
   MatmulShapeCuda shape_;
   LtOwned<cublasLtMatmulDesc_t> operation_;
   LtOwned<cublasLtMatrixLayout_t> layout_a_, layout_b_, layout_c_;
-  cublasLtMatmulHeuristicResult_t proposals_[kProposals];
-  int proposal_count_ = 0;
+  std::vector<cublasLtMatmulHeuristicResult_t> proposals_;
   int chosen_ = 0;
+  bool tunes_first_ = false;  // with the operands of its first run
   // Proposals that are known to give the bits of the chosen one; none where nothing is known.
   std::vector<int> candidates_;
   int64_t runs_ = 0;               // of which the first are not timed
@@ -78,7 +81,9 @@ void matmul_cuda(CudaContext& ctx, const MatmulShapeCuda& shape, const __nv_bflo
 
 // While on, the first matmul_cuda of a shape times every algorithm that cuBLASLt proposes, and
 // synchronises. For benchmarks: the choice depends on timing, so another process may round
-// differently. Off at first.
+// differently. Off at first. In a portable build, which takes every GPU for one of compute
+// capability 8.0, plans that are made while it is on have cuBLASLt's kernels for these alone, and
+// time them in their first run.
 void set_matmul_tuning(CudaContext& ctx, bool on);
 bool matmul_tuning(CudaContext& ctx);
 
