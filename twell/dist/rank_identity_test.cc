@@ -63,6 +63,19 @@ TEST(RankIdentity, NoPortBeyondTheLast) {
   EXPECT_THAT(refusal(variables), testing::HasSubstr("MASTER_PORT 65535"));
 }
 
+// The command that starts a rank per GPU listens before they start, so that its port is the only
+// one.
+TEST(RankIdentity, AListenerThatIsThereHasOnePort) {
+  Variables variables = {
+      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "29500"}, {"TWELL_LISTENER", "5"}};
+  EXPECT_EQ(read(variables)->port, 29500);
+  EXPECT_EQ(read(variables)->ports, 1);
+  EXPECT_EQ(read(variables)->listener, 5);
+  variables["RANK"] = "1";
+  EXPECT_EQ(read(variables)->ports, 1);
+  EXPECT_LT(read(variables)->listener, 0);
+}
+
 TEST(RankIdentity, SlurmNamesTheFirstNode) {
   Variables variables = {{"SLURM_PROCID", "3"},
                          {"SLURM_STEP_NUM_TASKS", "4"},

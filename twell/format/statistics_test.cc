@@ -67,6 +67,13 @@ TEST(Statistics, FromTwellAndCsr) {
   const Csr csr = csr_from_twell(ctx, scope, twell);
   EXPECT_EQ(csr.value[300], 2.0f);
   EXPECT_EQ(std::vector<uint32_t>(csr.column, csr.column + csr.nnz()), pattern.column);
+
+  // Counts that are not those of the rows, too many or too few.
+  row_nnz[2] = 2;
+  EXPECT_THROW(csr_from_twell(ctx, scope, twell), Error);
+  row_nnz[0] = 301;
+  row_nnz[2] = 0;
+  EXPECT_THROW(csr_from_twell(ctx, scope, twell), Error);
 }
 
 }  // namespace

@@ -60,6 +60,15 @@ TEST(Rle, PackedGroupsAndRunsOfEveryWidth) {
   }
 }
 
+TEST(Rle, TheLengthOfARunHasFiveBytesAtMost) {
+  const uint32_t count = 1u << 30;
+  std::string bytes;
+  append_run(bytes, count, 7, 8);
+  ASSERT_EQ(bytes.size(), 6u);
+  RleReader reader(std::as_bytes(std::span(bytes)), 8, kWhere);
+  for (int i = 0; i < 1000; ++i) ASSERT_EQ(reader.next(), 7u);
+}
+
 TEST(Rle, TheLastGroupMayBeCutShort) {
   std::string bytes;
   append_packed(bytes, {1, 2, 3, 4, 5, 6, 7, 0}, 3);

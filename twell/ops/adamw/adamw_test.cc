@@ -144,6 +144,10 @@ TEST(AdamW, RoundedMomentsDecay) {
     }
     EXPECT_NEAR(sum / kSize, expected, 0.01 * expected);
   }
+  // Each moment is rounded with random bits of its own, or both would be the same here.
+  int64_t differ = 0;
+  for (size_t i = 0; i < kSize; ++i) differ += state.exp_avg[i] != state.exp_avg_sq[i];
+  EXPECT_GT(differ, kSize / 2);
 }
 
 TEST(AdamW, RoundingDependsOnSeedStepAndPlaceAlone) {
