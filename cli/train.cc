@@ -427,6 +427,10 @@ int plan_and_train(Command& command, TrainFlags& flags, CommonOptions& common,
   const ModelConfig config = requested_config(flags.settings);
   const auto [asked, note] = requested_options(flags.settings, config);
   TWELL_REQUIRE(flags.settings.relufy || flags.tasks.tasks.empty(), "--tasks goes with --relufy");
+  TWELL_REQUIRE(!flags.tasks.tasks.empty() || flags.tasks.data.empty(),
+                "--task-data goes with --tasks");
+  TWELL_REQUIRE(!flags.tasks.tasks.empty() || flags.tasks.limit == 0,
+                "--task-limit goes with --tasks");
   TrainCommand line{command, flags, common, TaskComparison(flags.tasks)};
   if (flags.gpus > 0) common.device = "cuda";
   if (flags.ranks > 0) common.device = "cpu";

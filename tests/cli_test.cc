@@ -345,7 +345,7 @@ TEST_F(CliTest, WarmupStableDecayResumesBitForBit) {
   EXPECT_EQ(resumed.code, 0) << resumed.err;
   EXPECT_EQ(weights("cut"), weights("whole"));
   expect_refused({"train", "--out", "cut", "--resume", "--schedule", "cosine"},
-                 "another decay-fraction");
+                 "--decay-fraction 0.9 goes with --schedule wsd");
 }
 
 // Moments in bf16 are rounded by numbers that depend on seed, step and place alone.
@@ -766,6 +766,8 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
   expect_refused({"convert", "--checkpoint", "back", "--out", "published"}, "published exists");
   expect_refused(train("x", {"--relufy"}), "add --from DIR");
   expect_refused(train("x", {"--tasks", "piqa"}), "--tasks goes with --relufy");
+  expect_refused(train("x", {"--task-limit", "3"}), "--task-limit goes with --tasks");
+  expect_refused(train("x", {"--task-data", "."}), "--task-data goes with --tasks");
   expect_refused({"train", "--from", "back", "--shards", "silu/shards", "--out", "y", "--relufy"},
                  "has relu already");
   expect_refused({"generate", "--checkpoint", "back", "--system", "x"},

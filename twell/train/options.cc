@@ -80,12 +80,31 @@ void check_schedules(const TrainOptions& options) {
                 options.steps);
 }
 
+// Refuses options that others turn off, which would have no effect.
+void check_used(const TrainOptions& options) {
+  const TrainOptions defaults;
+  TWELL_REQUIRE(
+      options.schedule == Schedule::kWsd || options.decay_fraction == defaults.decay_fraction,
+      "--decay-fraction {} goes with --schedule wsd", options.decay_fraction);
+  TWELL_REQUIRE(options.reinit_dead || options.reinit_strength == defaults.reinit_strength,
+                "--reinit-strength {} goes with --reinit-dead", options.reinit_strength);
+  TWELL_REQUIRE(options.reinit_dead || options.reinit_std == defaults.reinit_std,
+                "--reinit-std {} goes with --reinit-dead", options.reinit_std);
+  TWELL_REQUIRE(options.sample_every > 0 || options.sample_prompts.empty(),
+                "--sample-prompt goes with --sample-every");
+  TWELL_REQUIRE(options.sample_every > 0 || options.sample_tokens == defaults.sample_tokens,
+                "--sample-tokens {} goes with --sample-every", options.sample_tokens);
+}
+
 void resolve_optimizer(TrainOptions& options) {
   constexpr double kMatrixRatio = 4.0;
   if (options.optimizer == OptimizerKind::kAdamW) {
     TWELL_REQUIRE(options.matrix_learning_rate == 0.0,
                   "--matrix-lr {} goes with --optimizer muon; AdamW takes --lr for all parameters",
                   options.matrix_learning_rate);
+    TWELL_REQUIRE(options.momentum == TrainOptions().momentum,
+                  "--momentum {} goes with --optimizer muon; AdamW takes --beta1",
+                  options.momentum);
     return;
   }
   TWELL_REQUIRE(options.moment_dtype == DType::kF32,
@@ -162,8 +181,7 @@ TrainOptions preset_train_options(std::string_view preset) {
 
 TrainOptions resolve_options(TrainOptions options, const ModelConfig& config) {
   check_ranges(options);
-  TWELL_REQUIRE(options.sample_every > 0 || options.sample_prompts.empty(),
-                "--sample-prompt goes with --sample-every");
+  check_used(options);
   if (options.sample_every > 0 && options.sample_prompts.empty()) options.sample_prompts = {""};
   resolve_batch(options, config);
   resolve_length(options);

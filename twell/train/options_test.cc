@@ -69,6 +69,13 @@ TEST(Options, RefusesWhatCannotBe) {
               HasSubstr("--l1 must be 0 to 1000000, got inf"));
   EXPECT_THAT(refusal([](auto& o) { o.reinit_strength = 1.5; }), HasSubstr("--reinit-strength"));
   EXPECT_THAT(refusal([](auto& o) { o.keep_last = 0; }), HasSubstr("--keep-last"));
+  EXPECT_THAT(refusal([](auto& o) { o.momentum = 0.9; }),
+              HasSubstr("--momentum 0.9 goes with --optimizer muon"));
+  EXPECT_THAT(refusal([](auto& o) { o.decay_fraction = 0.5; }),
+              HasSubstr("--decay-fraction 0.5 goes with --schedule wsd"));
+  EXPECT_THAT(refusal([](auto& o) { o.reinit_strength = 0.2; }), HasSubstr("with --reinit-dead"));
+  EXPECT_THAT(refusal([](auto& o) { o.reinit_std = 0.1; }), HasSubstr("with --reinit-dead"));
+  EXPECT_THAT(refusal([](auto& o) { o.sample_tokens = 5; }), HasSubstr("with --sample-every"));
   EXPECT_THROW(parse_l1_reduction("max"), InputError);
   EXPECT_THROW(parse_schedule("linear"), InputError);
   EXPECT_THAT(refusal([](auto& o) {
