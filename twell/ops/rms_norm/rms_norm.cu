@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
 
+#include <algorithm>
+
 #include "twell/base/column_sums.cuh"
 #include "twell/base/reduce.cuh"
 #include "twell/base/rounding.h"
@@ -106,6 +108,12 @@ constexpr int64_t kMaxBlocks = 1024;
 int64_t rows_of_block(int64_t tokens) {
   const int64_t rows = (tokens + kMaxBlocks - 1) / kMaxBlocks;
   return rows < kMinRows ? kMinRows : rows;
+}
+
+// Blocks of a backward, each of which writes a row of partial sums. More tokens can have fewer.
+int64_t blocks_of(int64_t tokens) {
+  const int64_t rows = rows_of_block(tokens);
+  return (tokens + rows - 1) / rows;
 }
 
 // Sums both values over the block. Calls alternate between two buffers (turn 0 and 1), so that one
@@ -351,8 +359,7 @@ cudaError_t launch_rms_norm_bytes(const RmsNormBytesCuda& p, cudaStream_t stream
 }
 
 int64_t rms_norm_backward_partials(int64_t tokens) {
-  const int64_t rows = rows_of_block(tokens);
-  return (tokens + rows - 1) / rows;
+  return std::min((tokens + kMinRows - 1) / kMinRows, kMaxBlocks);
 }
 
 cudaError_t launch_rms_norm_backward(const RmsNormBackwardCuda& p, cudaStream_t stream) {
@@ -360,7 +367,7 @@ cudaError_t launch_rms_norm_backward(const RmsNormBackwardCuda& p, cudaStream_t 
     return cudaErrorInvalidValue;
   }
   if (p.tokens == 0) return cudaSuccess;
-  const int64_t rows = rows_of_block(p.tokens), count = rms_norm_backward_partials(p.tokens);
+  const int64_t rows = rows_of_block(p.tokens), count = blocks_of(p.tokens);
   const auto blocks = static_cast<unsigned>(count);
   const int64_t covered = int64_t{kThreads} * kPiece;  // values of one piece per thread
   if (p.width <= covered) {
@@ -395,7 +402,7 @@ cudaError_t launch_head_norm_backward(const HeadNormBackwardCuda& p, cudaStream_
     return cudaErrorInvalidValue;
   }
   if (p.tokens == 0) return cudaSuccess;
-  const int64_t count = head_norm_backward_partials(p.tokens);
+  const int64_t count = blocks_of(p.tokens);
   head_norm_backward_kernel<<<static_cast<unsigned>(count), kWarps * 32, 0, stream>>>(
       p, rows_of_block(p.tokens), static_cast<int>(p.heads + p.kv_heads));
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;

@@ -61,7 +61,7 @@ struct RmsNormBackwardCuda {
   const int32_t* copy_rows = nullptr;
   __nv_bfloat16* d_s_copy = nullptr;  // [M, D] or null: none
 };
-// Rows of partial sums for the weight's gradient; it grows with the tokens.
+// Rows of partial sums for the weight's gradient, enough for fewer tokens too.
 int64_t rms_norm_backward_partials(int64_t tokens);
 cudaError_t launch_rms_norm_backward(const RmsNormBackwardCuda& problem, cudaStream_t stream);
 

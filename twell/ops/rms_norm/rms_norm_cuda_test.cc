@@ -94,6 +94,15 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RmsNormCudaTest,
                                          NormCase{1025, 2048, false}, NormCase{1024, 1000, true},
                                          NormCase{1030, 320, true}));
 
+TEST(RmsNormCudaTest, PartialSumsOfFewerTokensFit) {
+  int64_t most = 0;
+  for (int64_t tokens = 1; tokens <= 40'000; ++tokens) {
+    const int64_t now = rms_norm_backward_partials(tokens);
+    ASSERT_GE(now, most) << tokens;
+    most = now;
+  }
+}
+
 TEST(RmsNormCudaTest, RefusesWidths) {
   TWELL_SKIP_WITHOUT_GPU();
   for (const int64_t width : {int64_t{12}, kMaxNormWidth + 8}) {
