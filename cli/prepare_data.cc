@@ -113,18 +113,21 @@ void add_source_options(Command& command, DataOptions& options) {
 
 void add_tokenizer_options(Command& command, DataOptions& options) {
   command.group("Data");
-  command.value("--tokenizer", &options.tokenizer, "FILE",
-                "Hugging Face tokenizer.json (BPE); without it one is trained");
+  Option& tokenizer = command.value("--tokenizer", &options.tokenizer, "FILE",
+                                    "Hugging Face tokenizer.json (BPE); without it one is trained");
   command.value("--end-token", &options.end_token, "TEXT",
                 "Token that ends a document (default: the one that tokenizer_config.json, "
                 "config.json or generation_config.json beside the tokenizer names, else "
                 "<|endoftext|> or similar)");
-  command.choice("--pre-tokenizer", &options.pre_tokenizer, {"gpt2", "smollm2", "llama3", "qwen2"},
-                 "How a trained tokenizer cuts text into words");
+  command
+      .choice("--pre-tokenizer", &options.pre_tokenizer, {"gpt2", "smollm2", "llama3", "qwen2"},
+              "How a trained tokenizer cuts text into words")
+      .excludes(tokenizer);
   command
       .value("--tokenizer-sample", &options.tokenizer_sample_mib, "MIB",
              "MiB of text, at most, that a tokenizer is trained on")
-      .range(1, 1 << 16);
+      .range(1, 1 << 16)
+      .excludes(tokenizer);
   command
       .value("--val-fraction", &options.validation_fraction, "X",
              "Share of the documents set aside for validation")

@@ -100,7 +100,8 @@ void add_tokenize_command(Command& root, CommonOptions& common) {
   add_source_options(command, flags->data);
   add_tokenizer_options(command, flags->data);
   command.value("--vocab-size", &flags->vocab_size, "V", "Vocabulary of a trained tokenizer")
-      .range(257, 1 << 24);
+      .range(257, 1 << 24)
+      .excludes(command.at("tokenizer"));
   command
       .value("--part-mib", &flags->data.part_mib, "MIB",
              "MiB of files on disk in a part, the unit that is kept when the command is "

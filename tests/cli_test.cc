@@ -766,6 +766,13 @@ TEST_F(CliTest, SparsifyConvertAndChat) {
   expect_refused({"convert", "--checkpoint", "back", "--out", "published"}, "published exists");
   expect_refused(train("x", {"--relufy"}), "add --from DIR");
   expect_refused(train("x", {"--tasks", "piqa"}), "--tasks goes with --relufy");
+  for (const std::string option : {"--pre-tokenizer=llama3", "--tokenizer-sample=3"}) {
+    expect_refused(train("x", {"--tokenizer", "back/tokenizer.json", option}),
+                   "--tokenizer cannot be combined with " + option.substr(0, option.find('=')));
+  }
+  expect_refused({"tokenize", "--data", "x.txt", "--out", "x", "--tokenizer", "back/tokenizer.json",
+                  "--vocab-size", "300"},
+                 "--tokenizer cannot be combined with --vocab-size");
   expect_refused(train("x", {"--task-limit", "3"}), "--task-limit goes with --tasks");
   expect_refused(train("x", {"--task-data", "."}), "--task-data goes with --tasks");
   expect_refused({"train", "--from", "back", "--shards", "silu/shards", "--out", "y", "--relufy"},
