@@ -417,7 +417,7 @@ ordered_json object_schema(const std::string& name, const ordered_json& schema) 
     }
     return schema;
   }
-  // Of these, each alternative says what it is.
+  // A schema with one of these says its type elsewhere, in each alternative.
   for (const char* keyword : {"$ref", "allOf", "anyOf", "oneOf", "enum", "const"}) {
     if (schema.contains(keyword)) return schema;
   }

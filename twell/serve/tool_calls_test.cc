@@ -127,7 +127,7 @@ TEST(ToolCalls, ArgumentsAreSentWhileTheyGrow) {
   EXPECT_EQ(found.pieces[0].arguments, "\": 1");
 }
 
-// Of an answer that must be a call, what was cut off is neither a call nor a text.
+// Where an answer must be a call, one that was cut off is neither a call nor a text.
 TEST(ToolCalls, WhatWasCutOffIsNoTextWhereThereAreOnlyCalls) {
   const std::string call = R"(<tool_call>{"name": "f", "arguments": {}}</tool_call>)";
   for (const char* rest : {"<", "<tool_call>\n", "<tool_call>{\"name\": \"f\", \"arg", "\n"}) {

@@ -6,6 +6,7 @@
 #include <exception>
 
 #include "twell/base/error.h"
+#include "twell/model/scorer_cpu.h"
 #include "twell/ops/adamw/adamw.h"
 #include "twell/train/rank_outcome.h"
 #include "twell/train/validation.h"
@@ -182,7 +183,8 @@ double TrainEngineCpu::validate() {
   await_weights(model_.config.layers);
   // Validates half a training micro-batch at a time, which fits into the scratch memory of
   // training.
-  return validation_cross_entropy(ctx_, model_, data_,
+  ScorerCpu scorer(ctx_, model_);
+  return validation_cross_entropy(scorer, data_,
                                   {.sequences = options_.validation_sequences,
                                    .length = options_.sequence_length,
                                    .micro_batch = std::max<int64_t>(1, options_.micro_batch / 2),

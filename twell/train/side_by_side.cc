@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "twell/base/error.h"
 #include "twell/data/batch_sampler.h"
+#include "twell/train/validation.h"
 
 namespace twell {
 namespace {
@@ -74,38 +74,10 @@ class Runner {
   std::vector<double> seconds_;
 };
 
-// Mean in nats per token.
-double held_out_cross_entropy(Scorer& scorer, const TrainingData& data,
-                              const ValidationOptions& options) {
-  const ValidationWindows windows(data, options);
-  const int64_t per_batch = sequences_of_batch(scorer.good_batch(), options.length);
-  double loss = 0.0;
-  int64_t tokens = 0;
-  for (int64_t begin = 0; begin < windows.sequences(); begin += per_batch) {
-    const int64_t count = std::min(per_batch, windows.sequences() - begin);
-    std::vector<int32_t> inputs(static_cast<size_t>(count * options.length)), all(inputs.size());
-    std::vector<int64_t> documents;
-    windows.read(begin, count, inputs, all, documents);
-    if (!options.document_mask) documents.assign(static_cast<size_t>(count), options.length);
-    const std::vector<ForwardSequence> sequences = [&] {
-      std::vector<ForwardSequence> out;
-      for (const int64_t length : documents) out.push_back({.tokens = length});
-      return out;
-    }();
-    std::vector<int64_t> rows;
-    std::vector<int32_t> targets;
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (all[i] < 0) continue;  // a document's last token
-      rows.push_back(static_cast<int64_t>(i));
-      targets.push_back(all[i]);
-    }
-    std::vector<float> losses(rows.size());
-    scorer.score({.ids = inputs, .sequences = sequences, .rows = rows, .targets = targets}, losses);
-    for (const float x : losses) loss += x;
-    tokens += std::ssize(losses);
-  }
-  TWELL_CHECK(tokens > 0, "no validation tokens in {} sequences", windows.sequences());
-  return loss / static_cast<double>(tokens);
+// On the run's held-out tokens, in batches that keep the scorer's device busy.
+double held_out_cross_entropy(Scorer& scorer, const TrainingData& data, ValidationOptions options) {
+  options.micro_batch = sequences_of_batch(scorer.good_batch(), options.length);
+  return validation_cross_entropy(scorer, data, options);
 }
 
 nlohmann::json figures_json(const ModelFigures& figures) {

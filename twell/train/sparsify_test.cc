@@ -132,7 +132,7 @@ TEST_F(SparsifyTest, SideBySideMeasuresBoth) {
   const ValidationOptions held_out{.sequences = 4, .length = 16};
   const SideBySide figures =
       compare_side_by_side(dense_scorer, sparse_scorer, data_.shards, held_out);
-  EXPECT_NEAR(figures.sparse.ce, validation_cross_entropy(ctx_, *sparse, data_.shards, held_out),
+  EXPECT_NEAR(figures.sparse.ce, validation_cross_entropy(sparse_scorer, data_.shards, held_out),
               1e-5);
   EXPECT_EQ(figures.original.active_share, 1.0);
   EXPECT_GT(figures.sparse.active_share, 0.2);

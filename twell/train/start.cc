@@ -220,15 +220,14 @@ StartedRun::StartedRun(Context& ctx, const RunSettings& settings, const ModelCon
     : options_(resume_from ? resumed_options(requested, config, *resume_from)
                            : resolve_options(requested, config)),
       model_(make_model(ctx, settings, config, options_.seed, resume_from, load)) {
-  if (settings.relufy || options_.distill > 0.0) original_ = load_model(ctx, settings.from, load);
+  if (options_.distill > 0.0) teacher_ = load_model(ctx, settings.from, load);
   const fs::path& origin = resume_from ? resume_from->folder : settings.from;
   if (!origin.empty()) text_files_ = text_files_of(origin);
 }
 
 void StartedRun::make_engine(Context& ctx, const RunDevice& device, const TrainingData& data,
                              Communicator* ranks) {
-  const Model* const teacher = options_.distill > 0.0 ? original_.get() : nullptr;
-  engine_ = device.engine(ctx, *model_, data, options_, teacher, ranks);
+  engine_ = device.engine(ctx, *model_, data, options_, teacher_.get(), ranks);
 }
 
 }  // namespace twell

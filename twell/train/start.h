@@ -49,7 +49,7 @@ TrainOptions resumed_options(TrainOptions requested, const ModelConfig& config,
 // A run about to begin or to go on. Everything that is passed outlives it.
 class StartedRun {
  public:
-  // Loads or initialises the model, and loads the original where the run needs it.
+  // Loads or initialises the model, and loads the teacher where it distils.
   StartedRun(Context& ctx, const RunSettings& settings, const ModelConfig& config,
              const TrainOptions& requested, const std::optional<Checkpoint>& resume_from,
              const LoadOptions& load = {});
@@ -68,7 +68,7 @@ class StartedRun {
 
  private:
   TrainOptions options_;
-  std::unique_ptr<Model> model_, original_;
+  std::unique_ptr<Model> model_, teacher_;
   TextFiles text_files_;
   std::unique_ptr<TrainEngine> engine_;
 };

@@ -4,16 +4,16 @@
 
 #include <cstdint>
 
-#include "twell/base/context.h"
 #include "twell/data/training_data.h"
 #include "twell/dist/communicator.h"
-#include "twell/model/weights.h"
+#include "twell/model/scorer.h"
 #include "twell/train/micro_batches.h"
 
 namespace twell {
 
-// Mean in nats per token. Ranks share the sequences and have the same result.
-double validation_cross_entropy(Context& ctx, const Model& model, const TrainingData& data,
+// Mean in nats per token, over batches of options.micro_batch sequences. Ranks share the sequences
+// and have the same result.
+double validation_cross_entropy(Scorer& scorer, const TrainingData& data,
                                 const ValidationOptions& options, Communicator* ranks = nullptr);
 
 }  // namespace twell

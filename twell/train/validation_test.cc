@@ -9,6 +9,7 @@
 
 #include "twell/data/batch_sampler.h"
 #include "twell/model/forward.h"
+#include "twell/model/scorer_cpu.h"
 #include "twell/model/training.h"
 #include "twell/ops/cross_entropy/cross_entropy.h"
 #include "twell/train/test_run.h"
@@ -48,6 +49,7 @@ TEST(Validation, WindowsAreSpreadEvenlyOverTheSplit) {
   config.init_std = 1.0;  // so that windows differ
   Model model(config);
   init_weights(ctx, model, 3);
+  ScorerCpu scorer(ctx, model);
   const std::vector<double> losses = window_losses(ctx, model, data.shards);
   const int64_t windows = std::ssize(losses);
   ASSERT_GT(windows, 10);
@@ -61,7 +63,7 @@ TEST(Validation, WindowsAreSpreadEvenlyOverTheSplit) {
     const int64_t count = std::min(asked, windows);
     const double expected = mean(count, [&](int64_t i) { return i * windows / count; });
     for (const int64_t micro_batch : {1, 3}) {
-      EXPECT_NEAR(validation_cross_entropy(ctx, model, data.shards, {asked, kLength, micro_batch}),
+      EXPECT_NEAR(validation_cross_entropy(scorer, data.shards, {asked, kLength, micro_batch}),
                   expected, 1e-5 * expected)
           << asked << " of " << windows << " windows";
     }
@@ -98,9 +100,10 @@ TEST(Validation, MasksDocumentsAsTrainingDoes) {
   ASSERT_GT(cut, 0);
   const auto tokens = static_cast<double>(sampler.windows() * kLength);
   ValidationOptions options{sampler.windows(), kLength, 3};
-  const double unmasked = validation_cross_entropy(ctx, model, data.shards, options);
+  ScorerCpu scorer(ctx, model);
+  const double unmasked = validation_cross_entropy(scorer, data.shards, options);
   options.document_mask = true;
-  const double masked = validation_cross_entropy(ctx, model, data.shards, options);
+  const double masked = validation_cross_entropy(scorer, data.shards, options);
   EXPECT_NEAR(masked, loss / tokens, 1e-5 * masked);
   EXPECT_GT(std::abs(masked - unmasked), 1e-4);
 }

@@ -47,8 +47,7 @@ inline constexpr int kPieces = kStepK / 8;
 inline constexpr int kStages = 4;
 inline constexpr uint32_t kBytesA = kTileM * kStepK * 2;
 inline constexpr uint32_t kStageBytes = (kTileM + kTileN) * kStepK * 2;
-inline constexpr int kItems =
-    8;  // items that a CTA knows: more than stages and the one behind them
+inline constexpr int kItems = 8;  // that a CTA knows: more than stages, and the one behind them
 inline constexpr uint32_t kSharedBytes = kStages * kStageBytes + (kItems + 1) * sizeof(int4);
 static_assert(kSharedBytes <= 99 * 1024);
 
@@ -269,7 +268,7 @@ struct Cta {
     return left > stop(6) ? left - stop(6) : left > 4 ? left - 4 : left > 2 ? left - 2 : 1;
   }
 
-  // Behind `run` calls of load, at most to_stop().
+  // Is called after `run` calls of load, which are to_stop() at most.
   __device__ __forceinline__ void loaded(int run) {
     left -= run;
     find_next();

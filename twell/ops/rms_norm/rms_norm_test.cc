@@ -164,7 +164,7 @@ TEST(RmsNorm, BackwardMatchesFiniteDifferences) {
   }
 }
 
-// Of a power of two, which changes no rounding.
+// The scale is a power of two, which changes no rounding.
 TEST(RmsNorm, BackwardOfAScaledOutputIsThatOfAScaledGradient) {
   const auto s = TestMatrix::random(70, 35, 1, 1), weight = TestMatrix::random(1, 35, 3);
   const auto d_y = TestMatrix::random(70, 35, 2);

@@ -40,7 +40,7 @@ struct RingProblem : Items {
       ids += ring_gemm::kStepK;
     }
     __device__ __forceinline__ void begin(const RingProblem& problem, const int4& item, int part) {
-      // Behind the last item addresses stay those of memory, though nothing is read.
+      // After the last item nothing is read, but copies still form addresses: they are item 0's.
       const bool exists = item.x >= 0;
       const Operands operands = problem.operands(exists ? item : int4{});
       const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kRows;
