@@ -3,7 +3,7 @@
 """This engine beside llama.cpp on a CPU, in turn: decoding one sequence, and prompts.
 
   llama_cpp_turns.py convert CHECKPOINT OUT.gguf      bf16, for the command below
-  llama_cpp_turns.py CHECKPOINT --int8 FOLDER --gguf BF16.gguf [--rounds 5] [--threads 2]
+  llama_cpp_turns.py CHECKPOINT --int8 FOLDER --gguf BF16.gguf [--rounds 5] [--threads 2] [--compute bf16]
 
 CHECKPOINT is a llama of bf16 weights (bench/synthetic_checkpoint.py), FOLDER the same of
 `twell convert --weights int8 --head 8bit`. llama.cpp's Q8_0 and Q4_0 are made beside the GGUF file by
@@ -134,7 +134,7 @@ def our_generation(arguments, folder):
 
 def our_prompt(arguments, folder):
     row = twell(arguments, "forward", "--checkpoint", folder, "--batch", "1", "--sequence-length",
-                str(arguments.prompt), "--repeats", "1")
+                str(arguments.prompt), "--repeats", "1", "--compute", arguments.compute)
     return {kind: (row[kind]["layers"]["median_s"] / arguments.prompt,
                    row[kind]["processor_seconds"] / arguments.prompt) for kind in ("dense", "sparse")}
 
@@ -202,6 +202,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--compute", choices=("f32", "bf16"), default="f32",
+                        help="factors of this engine's products in prompts")
     parser.add_argument("--only", help="a word of the work to measure")
     compare(parser.parse_args())
 
