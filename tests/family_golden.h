@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -42,8 +43,11 @@ inline constexpr const char* kGoldenFamilies[] = {"llama3",
                                                   "phonelm",
                                                   "minicpm"};
 
+// TWELL_SOURCE_DIR in the environment: the sources' folder for a program built elsewhere (dev/gpu).
 inline std::filesystem::path golden_family(const std::string& name) {
-  return std::filesystem::path(TWELL_SOURCE_DIR) / "tests" / "golden" / "families" / name;
+  const char* const moved = std::getenv("TWELL_SOURCE_DIR");
+  const std::filesystem::path sources(moved == nullptr ? TWELL_SOURCE_DIR : moved);
+  return sources / "tests" / "golden" / "families" / name;
 }
 
 template <typename T>
