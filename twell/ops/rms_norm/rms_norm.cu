@@ -7,6 +7,7 @@
 #include "twell/base/reduce.cuh"
 #include "twell/base/rounding.h"
 #include "twell/format/byte_rows.cuh"
+#include "twell/gpu/gather.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/ops/rms_norm/norm_rows.cuh"
 
@@ -28,6 +29,16 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(RmsNormCuda p) {
 template <int kRowThreads, int kPieces>
 __global__ void __launch_bounds__(kThreads) rms_norm_bytes_kernel(RmsNormBytesCuda p) {
   gpu::allow_next_kernel();
+  // The weight comes from device memory, for which few tokens would wait behind their row. So it is
+  // on its way into the L2 while the previous kernel ends. A sector holds two pieces.
+  if (blockIdx.x == 0 && threadIdx.x % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int64_t at = threadIdx.x % kRowThreads + int64_t{i} * kRowThreads;
+      if (at >= p.norm.width / kPiece) break;
+      gpu::prefetch_around(reinterpret_cast<const Piece*>(p.norm.weight) + at);
+    }
+  }
   gpu::wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
   if (token >= p.norm.tokens) return;  // whole warps only; never taken if a block shares a row

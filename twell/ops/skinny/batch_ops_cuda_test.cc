@@ -315,13 +315,15 @@ TEST(BatchOpsBytesCuda, LinearEqualsTheProduct) {
     const BytesOnDevice x(tokens, width, 1, 1.0f), w(cols, width, 2, 0.05f);
     const auto residual = random_bf16(tokens * cols, 3);
     const auto y = upload(residual);
-    TWELL_CUDA_CHECK(
-        launch_linear({.input = {.tokens = tokens, .width = width, .x_bytes = x.view()},
-                       .cols = cols,
-                       .residual = y.data(),
-                       .y = y.data(),
-                       .w_bytes = w.view()},
-                      stream.get()));
+    TWELL_CUDA_CHECK(launch_linear({.input = {.tokens = tokens,
+                                              .width = width,
+                                              .constant_weights = tokens % 2 == 1,
+                                              .x_bytes = x.view()},
+                                    .cols = cols,
+                                    .residual = y.data(),
+                                    .y = y.data(),
+                                    .w_bytes = w.view()},
+                                   stream.get()));
     stream.synchronize();
     const Floats got = to_floats(download(y)), before = to_floats(residual);
     const Products want = products(x.wide, w.wide, tokens, cols, width);
@@ -341,13 +343,15 @@ TEST(BatchOpsBytesCuda, GateUpEqualsTheProducts) {
       const BytesOnDevice x(tokens, width, 1, 1.0f), gate(ffn, width, 2, 0.05f),
           up(ffn, width, 3, 0.05f);
       const auto h = poisoned<__nv_bfloat16>(tokens * ffn);
-      TWELL_CUDA_CHECK(
-          launch_gate_up({.input = {.tokens = tokens, .width = width, .x_bytes = x.view()},
-                          .ffn = ffn,
-                          .h = h.data(),
-                          .gate_bytes = gated ? gate.view() : ByteRowsCuda{},
-                          .up_bytes = up.view()},
-                         stream.get()));
+      TWELL_CUDA_CHECK(launch_gate_up({.input = {.tokens = tokens,
+                                                 .width = width,
+                                                 .constant_weights = tokens % 2 == 1,
+                                                 .x_bytes = x.view()},
+                                       .ffn = ffn,
+                                       .h = h.data(),
+                                       .gate_bytes = gated ? gate.view() : ByteRowsCuda{},
+                                       .up_bytes = up.view()},
+                                      stream.get()));
       stream.synchronize();
       const Floats got = to_floats(download(h));
       const Products g = products(x.wide, gate.wide, tokens, ffn, width),

@@ -52,11 +52,12 @@ struct Params {
   int weight_rows;
 };
 
-// The scales of four rows from `row` on, times that of a token; 0 past the last row, a multiple of
-// 8, where nothing is stored.
-__device__ __forceinline__ void scale4(float (&v)[4], float token, const float* scales, int row,
-                                       int rows) {
-  const float4 s = row < rows ? *reinterpret_cast<const float4*>(scales + row) : float4{};
+// The scales of four rows from `row` on; 0 past the last row, a multiple of 8, where nothing is
+// stored.
+__device__ __forceinline__ float4 load_scales(const float* scales, int row, int rows) {
+  return row < rows ? *reinterpret_cast<const float4*>(scales + row) : float4{};
+}
+__device__ __forceinline__ void scale4(float (&v)[4], float token, const float4& s) {
   v[0] *= token * s.x;
   v[1] *= token * s.y;
   v[2] *= token * s.z;
@@ -254,13 +255,23 @@ __device__ __forceinline__ void put_sums(const float (&acc)[32], uint8_t* to_byt
   }
 }
 
-// Sums of products in e4m3 as numbers: times the scales of their token and of their weights' rows.
-__device__ __forceinline__ void scale(const Params& p, int2 row, int token, int at, float (&a)[4],
-                                      float (&b)[4]) {
-  const float of_token = p.x_scales[token];
-  scale4(a, of_token, p.first_scales, row.x + at, p.weight_rows);
-  scale4(b, of_token, p.second_scales, row.y + at, p.weight_rows);
-}
+// The scales of the rows of both halves that a thread finishes, in e4m3.
+struct RowScales {
+  float4 first, second;
+
+  __device__ __forceinline__ void load(const Params& p, int2 row) {
+    const int at = static_cast<int>(threadIdx.x) % 8 * 4;
+    first = load_scales(p.first_scales, row.x + at, p.weight_rows);
+    second = load_scales(p.second_scales, row.y + at, p.weight_rows);
+  }
+  // Sums as numbers: times the scales of their token too.
+  __device__ __forceinline__ void apply(const Params& p, int token, float (&a)[4],
+                                        float (&b)[4]) const {
+    const float of_token = p.x_scales[token];
+    scale4(a, of_token, first);
+    scale4(b, of_token, second);
+  }
+};
 
 // Waits for the CTAs of a cluster of `size`.
 __device__ __forceinline__ void sync_cluster(int size) {
@@ -302,6 +313,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
+  RowScales scales;
   if (threadIdx.x == 0) {
     init_barriers(weights_full, empty, input_full);
   }
@@ -341,6 +353,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncwarp();
   } else {
+    // They come from device memory, which takes longer than all that follows the products, so that
+    // they are asked for in front where that is allowed.
+    if (kE4m3 && p.constant) scales.load(p, rows.first_rows(tile));
     float acc[32];
     for (int block = 0; block < count; ++block) {
       barrier_wait(smem_address(&weights_full[block % kWeightStages]), block / kWeightStages % 2);
@@ -365,6 +380,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   if (warp < kConsumers / 32) {
     wait_for_previous_kernel();  // an earlier kernel may read what is written here
+    if (kE4m3 && !p.constant) scales.load(p, rows.first_rows(tile));
     const int share = (p.tokens + split - 1) / split, end = min(p.tokens, (rank + 1) * share);
     const int at = static_cast<int>(threadIdx.x) % 8 * 4;
     int active = 0;
@@ -378,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         a[0] += low.x, a[1] += low.y, a[2] += low.z, a[3] += low.w;
         b[0] += high.x, b[1] += high.y, b[2] += high.z, b[3] += high.w;
       }
-      if constexpr (kE4m3) scale(p, rows.first_rows(tile), token, at, a, b);
+      if constexpr (kE4m3) scales.apply(p, token, a, b);
       active += rows.finish(tile, token, at, a, b);
     }
     if (p.activity != nullptr) add_activity(p, active, lane, tile == 0 && rank == 0);
