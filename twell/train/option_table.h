@@ -10,7 +10,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "twell/base/option.h"
 #include "twell/train/options.h"
@@ -38,6 +37,7 @@ struct RunSettings {
   bool sets_model() const;  // whether an option of the model is set
 };
 
+using OptionVariable = OptionTarget (*)(RunSettings&);
 struct OptionRow {
   const char* name;            // "lr"; a flag may have a second, negated spelling: "gated/no-gated"
   OptionRange range{};         // of a number
@@ -45,7 +45,7 @@ struct OptionRow {
   const char* values = "";     // the only ones, "f32|bf16", in place of a type
   const char* proposals = "";  // some of many, for completion
   const char* help;
-  OptionTarget (*member)(RunSettings&);
+  OptionVariable member;
 };
 struct OptionGroup {
   const char* heading;
