@@ -17,8 +17,6 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
-#include <mutex>
-#include <set>
 #include <system_error>
 #include <thread>
 #include <unordered_set>
@@ -56,32 +54,23 @@ constexpr seconds kTrimPause{1};
 constexpr const char* kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
 
 std::string_view reason_of(int status) {
-  switch (status) {
-    case 200:
-      return "OK";
-    case 400:
-      return "Bad Request";
-    case 401:
-      return "Unauthorized";
-    case 403:
-      return "Forbidden";
-    case 404:
-      return "Not Found";
-    case 405:
-      return "Method Not Allowed";
-    case 413:
-      return "Content Too Large";
-    case 415:
-      return "Unsupported Media Type";
-    case 417:
-      return "Expectation Failed";
-    case 499:
-      return "Client Closed Request";
-    case 503:
-      return "Service Unavailable";
-    default:
-      return "Internal Server Error";
+  static constexpr std::pair<int, std::string_view> kReasons[] = {
+      {200, "OK"},
+      {400, "Bad Request"},
+      {401, "Unauthorized"},
+      {403, "Forbidden"},
+      {404, "Not Found"},
+      {405, "Method Not Allowed"},
+      {413, "Content Too Large"},
+      {415, "Unsupported Media Type"},
+      {417, "Expectation Failed"},
+      {499, "Client Closed Request"},
+      {503, "Service Unavailable"},
+  };
+  for (const auto& [known, reason] : kReasons) {
+    if (status == known) return reason;
   }
+  return "Internal Server Error";
 }
 
 int64_t io_threads() { return std::clamp<int64_t>(std::thread::hardware_concurrency() / 2, 2, 4); }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <set>
 
 #include "twell/base/error.h"
@@ -72,6 +71,17 @@ class Fields {
     read_.insert(field);
     const auto found = object_.find(field);
     return found == object_.end() || found->is_null() ? nullptr : &*found;
+  }
+  // A field that must be there, as a value or as a text that is not empty.
+  const json& needed(const std::string& field) {
+    const json* value = find(field);
+    if (value == nullptr) refuse(full(field), "missing");
+    return *value;
+  }
+  std::string needed_text(const std::string& field) {
+    std::string value = text(field);
+    if (value.empty()) refuse(full(field), "missing");
+    return value;
   }
   std::string text(const std::string& field) {
     const json* value = find(field);
@@ -208,12 +218,12 @@ ordered_json ordered_field(std::string_view body, const char* field) {
   return parse_ordered_json(body, "the body", {.depth = kMaxDepth})[field];
 }
 
-// A name, a schema and what is said about it. `name`: of the object.
-void check_named_schema(Fields& fields, const std::string& name) {
+// A name, a schema and what is said about it.
+void check_named_schema(Fields& fields) {
   fields.text("name");
   fields.text("description");
   fields.flag("strict", false);
-  if (fields.find("schema") == nullptr) refuse(name + ".schema", "missing");
+  fields.needed("schema");
 }
 
 // A format of answers, whose object is `name` in messages. ordered: it with the client's order of
@@ -234,14 +244,12 @@ void parse_format(const json& value, const std::string& name, bool nested,
   } else if (type == "json_schema") {
     ordered_json schema;
     if (nested) {
-      const json* given = format.find("json_schema");
-      if (given == nullptr) refuse(name + ".json_schema", "missing");
-      Fields inner(*given, name + ".json_schema");
-      check_named_schema(inner, name + ".json_schema");
+      Fields inner(format.needed("json_schema"), name + ".json_schema");
+      check_named_schema(inner);
       inner.finish();
       schema = ordered()["json_schema"]["schema"];
     } else {
-      check_named_schema(format, name);
+      check_named_schema(format);
       schema = ordered()["schema"];
     }
     set(GrammarText::Kind::kJsonSchema, schema.dump());
@@ -387,11 +395,8 @@ ordered_json normalized_calls(const json& value, const std::string& name) {
     Fields call(value[i], at);
     const std::string id = call.text("id");
     call.unsupported("type", "function", "only \"function\" is supported");
-    const json* given = call.find("function");
-    if (given == nullptr) refuse(at + ".function", "missing");
-    Fields function(*given, at + ".function");
-    const std::string called = function.text("name");
-    if (called.empty()) refuse(at + ".function.name", "missing");
+    Fields function(call.needed("function"), at + ".function");
+    const std::string called = function.needed_text("name");
     const std::string arguments = function.text("arguments");
     function.finish();
     call.unsupported("index", static_cast<int64_t>(i), "not in order");
@@ -432,10 +437,8 @@ Tool parse_tool(const json& value, const std::string& at, bool nested,
                 const ordered_json& ordered) {
   Fields outer(value, at);
   if (outer.text("type") != "function") refuse(at + ".type", "only \"function\" is supported");
-  const json* given = nested ? outer.find("function") : &value;
-  if (given == nullptr) refuse(at + ".function", "missing");
   const std::string name = nested ? at + ".function" : at;
-  Fields function(*given, name);
+  Fields function(nested ? outer.needed("function") : value, name);
   if (!nested) function.find("type");
   Tool tool{.name = function.text("name"), .strict = function.flag("strict", false)};
   if (!is_tool_name(tool.name)) {
@@ -463,9 +466,7 @@ std::string parse_named_choice(const json& choice, bool nested, std::string& fie
   }
   std::string name;
   if (nested) {
-    const json* function = named.find("function");
-    if (function == nullptr) refuse("tool_choice.function", "missing");
-    Fields inner(*function, "tool_choice.function");
+    Fields inner(named.needed("function"), "tool_choice.function");
     name = inner.text("name");
     inner.finish();
     field = "tool_choice.function.name";
@@ -558,8 +559,7 @@ std::string normalized_messages(Fields& fields) {
   for (size_t i = 0; i < value->size(); ++i) {
     const std::string name = fmt::format("messages[{}]", i);
     Fields message((*value)[i], name);
-    std::string role = message.text("role");
-    if (role.empty()) refuse(name + ".role", "missing");
+    std::string role = message.needed_text("role");
     if (role == "developer") role = "system";  // what templates call it
     std::string content;
     const json* calls = message.find("tool_calls");
@@ -586,11 +586,7 @@ std::string normalized_messages(Fields& fields) {
       normalized["name"] = author;
     }
     if (calls != nullptr) normalized["tool_calls"] = normalized_calls(*calls, name + ".tool_calls");
-    if (role == "tool") {
-      const std::string id = message.text("tool_call_id");
-      if (id.empty()) refuse(name + ".tool_call_id", "missing");
-      normalized["tool_call_id"] = id;
-    }
+    if (role == "tool") normalized["tool_call_id"] = message.needed_text("tool_call_id");
     message.unsupported("refusal", nullptr, "not supported");
     message.unsupported("annotations", json::array(), "not supported");
     message.finish();
@@ -680,12 +676,11 @@ ChatRequest parse_chat(std::string_view body, int64_t most_sequences) {
 namespace {
 
 // The text of an item of "input": a text, or parts that are texts.
-std::string text_of_parts(const json* given, const std::string& name) {
-  if (given == nullptr) refuse(name, "missing");
-  if (given->is_string()) return given->get<std::string>();
-  if (!given->is_array()) refuse(name, "expected a text or a list of parts, got " + shown(*given));
+std::string text_of_parts(const json& given, const std::string& name) {
+  if (given.is_string()) return given.get<std::string>();
+  if (!given.is_array()) refuse(name, "expected a text or a list of parts, got " + shown(given));
   std::string text;
-  for (const json& part : *given) {
+  for (const json& part : given) {
     const bool has_type = part.is_object() && part.contains("type") && part["type"].is_string();
     const std::string type = has_type ? part["type"].get<std::string>() : "";
     const bool is_text = (type == "input_text" || type == "output_text" || type == "text") &&
@@ -703,18 +698,16 @@ std::string text_of_parts(const json* given, const std::string& name) {
 // Adds a call, which stands in an assistant's message with the calls and the text in front of it,
 // or its result to the messages.
 void add_call_item(Fields& item, const std::string& name, bool is_call, ordered_json& messages) {
-  const std::string id = item.text("call_id");
-  if (id.empty()) refuse(name + ".call_id", "missing");
+  const std::string id = item.needed_text("call_id");
   if (is_call) {
-    const std::string called = item.text("name");
-    if (called.empty()) refuse(name + ".name", "missing");
+    const std::string called = item.needed_text("name");
     if (messages.empty() || messages.back()["role"] != "assistant") {
       messages.push_back({{"role", "assistant"}, {"content", ""}});
     }
     messages.back()["tool_calls"].push_back(call_of(id, called, item.text("arguments")));
   } else {
     messages.push_back({{"role", "tool"},
-                        {"content", text_of_parts(item.find("output"), name + ".output")},
+                        {"content", text_of_parts(item.needed("output"), name + ".output")},
                         {"tool_call_id", id}});
   }
   item.finish();
@@ -747,10 +740,9 @@ std::string response_messages(Fields& fields, const std::string& instructions) {
                          "{}",
                          shown(type)));
     }
-    std::string role = item.text("role");
-    if (role.empty()) refuse(name + ".role", "missing");
+    std::string role = item.needed_text("role");
     if (role == "developer") role = "system";  // what templates call it
-    const std::string content = text_of_parts(item.find("content"), name + ".content");
+    const std::string content = text_of_parts(item.needed("content"), name + ".content");
     item.find("phase");
     item.finish();
     out.push_back({{"role", role}, {"content", content}});
