@@ -19,15 +19,14 @@ size_t incomplete_tail(std::string_view text) {
   return 0;
 }
 
-// Length of the longest suffix of text that is a proper prefix of stop.
+}  // namespace
+
 size_t partial_match(std::string_view text, std::string_view stop) {
   for (size_t n = std::min(text.size(), stop.size() - 1); n > 0; --n) {
     if (text.substr(text.size() - n) == stop.substr(0, n)) return n;
   }
   return 0;
 }
-
-}  // namespace
 
 GeneratedText::GeneratedText(std::vector<std::string> stop_strings)
     : stop_strings_(std::move(stop_strings)) {

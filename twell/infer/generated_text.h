@@ -9,6 +9,9 @@
 
 namespace twell {
 
+// Length of the longest suffix of text that is a proper prefix of stop.
+size_t partial_match(std::string_view text, std::string_view stop);
+
 class GeneratedText {
  public:
   explicit GeneratedText(std::vector<std::string> stop_strings);

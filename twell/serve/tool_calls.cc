@@ -11,6 +11,7 @@
 #include "twell/base/error.h"
 #include "twell/base/json.h"
 #include "twell/grammar/json_schema.h"
+#include "twell/infer/generated_text.h"
 
 namespace twell {
 namespace {
@@ -32,14 +33,6 @@ std::string_view mark_of(ToolForm form) {
 
 const char* arguments_key(ToolForm form) {
   return form == ToolForm::kLlama3 ? "parameters" : "arguments";
-}
-
-// How many characters at the text's end may be the beginning of the mark.
-size_t partial_mark(std::string_view text, std::string_view mark) {
-  for (size_t size = std::min(text.size(), mark.size() - 1); size > 0; --size) {
-    if (text.ends_with(mark.substr(0, size))) return size;
-  }
-  return 0;
 }
 
 ordered_json any_object() { return {{"type", "object"}, {"additionalProperties", true}}; }
@@ -206,7 +199,7 @@ bool ToolCallReader::read_text(Found& found, bool) {
   const size_t at = form_ == ToolForm::kLlama3 ? std::string::npos : rest_.find(mark);
   if (at == std::string::npos) {
     // Blanks and the beginning of a mark wait, because blanks in front of a mark belong to it.
-    size_t keep = form_ == ToolForm::kLlama3 ? 0 : partial_mark(rest_, mark);
+    size_t keep = form_ == ToolForm::kLlama3 ? 0 : partial_match(rest_, mark);
     if (form_ != ToolForm::kLlama3) {
       const size_t last = rest_.find_last_not_of(kBlanks, rest_.size() - keep - 1);
       const size_t first_blank = rest_.size() == keep        ? 0
@@ -404,7 +397,7 @@ void ToolCallReader::give_up(Found& found) {
   const size_t mark = mark_of(form_).size();
   const size_t next = text.find(mark_of(form_), text.find(mark_of(form_)) == 0 ? mark : 1);
   const size_t end =
-      next == std::string::npos ? text.size() - partial_mark(text, mark_of(form_)) : next;
+      next == std::string::npos ? text.size() - partial_match(text, mark_of(form_)) : next;
   found.text += text.substr(0, end);
   rest_ = text.substr(end);
 }
