@@ -42,20 +42,6 @@ constexpr MethodEntry kCyclerReset = {
       return Value::none();
     }};
 
-class Items : public Iterator {
- public:
-  explicit Items(std::vector<Value> items) : items_(std::move(items)) {}
-  bool next(Value& item) override {
-    if (at_ == items_.size()) return false;
-    item = items_[at_++];
-    return true;
-  }
-
- private:
-  std::vector<Value> items_;
-  size_t at_ = 0;
-};
-
 }  // namespace
 
 bool Namespace::find(Budget& budget, const std::string& name, Value& found) {
@@ -111,7 +97,7 @@ Integer Loop::size(Budget& budget) {
   std::vector<Value> rest;
   for (Value item; items_ != nullptr && items_->next(item);) budget.append(rest, item);
   size_ = std::ssize(rest) + index0_ + 1 + (has_after_ ? 1 : 0);
-  items_ = std::make_unique<Items>(std::move(rest));
+  items_ = iterate_list(std::move(rest));
   return size_;
 }
 

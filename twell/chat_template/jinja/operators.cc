@@ -180,6 +180,20 @@ class Rest : public Iterator {
   Value generator_;
 };
 
+class OwnItems : public Iterator {
+ public:
+  explicit OwnItems(std::vector<Value> items) : items_(std::move(items)) {}
+  bool next(Value& item) override {
+    if (at_ == items_.size()) return false;
+    item = items_[at_++];
+    return true;
+  }
+
+ private:
+  std::vector<Value> items_;
+  size_t at_ = 0;
+};
+
 class Nothing : public Iterator {
  public:
   bool next(Value& /*item*/) override { return false; }
@@ -323,6 +337,10 @@ std::unique_ptr<Iterator> try_iterate(Budget& budget, const Value& value) {
   if (value.generator() != nullptr) return std::make_unique<Rest>(value);
   if (value.is_undefined()) return std::make_unique<Nothing>();
   return nullptr;
+}
+
+std::unique_ptr<Iterator> iterate_list(std::vector<Value> items) {
+  return std::make_unique<OwnItems>(std::move(items));
 }
 
 std::unique_ptr<Iterator> iterate(Budget& budget, const Value& value) {

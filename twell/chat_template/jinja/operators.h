@@ -27,7 +27,9 @@ Value positive(Budget& budget, const Value& value);
 // iterator keeps what it iterates over alive. Null when the value cannot be iterated over.
 std::unique_ptr<Iterator> try_iterate(Budget& budget, const Value& value);
 std::unique_ptr<Iterator> iterate(Budget& budget, const Value& value);
-// The same, backwards; null where reversed() of Python fails.
+// Iterates over values that are no list of a template.
+std::unique_ptr<Iterator> iterate_list(std::vector<Value> items);
+// As try_iterate(), backwards; null where reversed() of Python fails.
 std::unique_ptr<Iterator> try_iterate_back(Budget& budget, const Value& value);
 std::vector<Value> items_of(Budget& budget, const Value& value);
 // Python's len(); false where it fails.

@@ -210,24 +210,10 @@ Value group_by(const FilterCall& call) {
 
 // ---- generators
 
-class ListOnce : public Iterator {
- public:
-  explicit ListOnce(std::vector<Value> items) : items_(std::move(items)) {}
-  bool next(Value& item) override {
-    if (at_ == items_.size()) return false;
-    item = items_[at_++];
-    return true;
-  }
-
- private:
-  std::vector<Value> items_;
-  size_t at_ = 0;
-};
-
 Value once(Budget& budget, std::vector<Value> items) {
   int depth = 0;
   for (const Value& item : items) depth = std::max(depth, item.depth());
-  return budget.generator(std::make_unique<ListOnce>(std::move(items)), depth + 1);
+  return budget.generator(iterate_list(std::move(items)), depth + 1);
 }
 
 Value items_filter(const FilterCall& call) {
