@@ -71,6 +71,10 @@ std::string html_head(const std::string& title) {
       escaped, kStyle, escaped);
 }
 
+std::string html_card(const std::string& value, const char* label) {
+  return fmt::format("<div><b>{}</b><span>{}</span></div>\n", html_escape(value), label);
+}
+
 std::string short_count(int64_t count) {
   constexpr int64_t kRoundsToAMillion = 999'950;
   if (count < 1000) return fmt::format("{}", count);

@@ -60,9 +60,7 @@ class Page {
   void section(const char* title, const std::string& text) {
     out_ += fmt::format("<h2>{}</h2>\n<p>{}</p>\n", title, text);
   }
-  void card(const std::string& value, const char* label) {
-    out_ += fmt::format("<div><b>{}</b><span>{}</span></div>\n", html_escape(value), label);
-  }
+  void card(const std::string& value, const char* label) { out_ += html_card(value, label); }
 
   void head() {
     out_ = html_head(in_.checkpoint);

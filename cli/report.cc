@@ -24,15 +24,6 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kTableRows = 12;
 
-// The rows that include a validation.
-std::vector<nlohmann::json> validated(const std::vector<nlohmann::json>& rows) {
-  std::vector<nlohmann::json> result;
-  for (const nlohmann::json& row : rows) {
-    if (row.contains("val_ce")) result.push_back(row);
-  }
-  return result;
-}
-
 // Adds a row of `twell bench forward` from a CPU or a GPU.
 void add_benchmark(nlohmann::json& report, const nlohmann::json& bench) {
   const bool gpu = bench.contains("gpu");
@@ -53,7 +44,7 @@ void add_benchmark(nlohmann::json& report, const nlohmann::json& bench) {
 
 nlohmann::json make_report(const fs::path& run, const std::vector<nlohmann::json>& metrics,
                            const nlohmann::json& bench) {
-  const std::vector<nlohmann::json> validations = validated(metrics);
+  const std::vector<nlohmann::json> validations = rows_with("val_ce", metrics);
   TWELL_REQUIRE(!validations.empty() && metrics.back().contains("layers"),
                 "{}: metrics.jsonl holds no finished step with a validation", run.string());
   const fs::path checkpoint = run / "checkpoint";
@@ -83,7 +74,7 @@ nlohmann::json make_report(const fs::path& run, const std::vector<nlohmann::json
 void print_course(const std::vector<nlohmann::json>& metrics) {
   fmt::print("{:>8} {:>10} {:>9} {:>9} {:>12} {:>7}\n", "step", "tokens", "CE", "val CE",
              "active/tok", "dead");
-  std::vector<nlohmann::json> rows = validated(metrics);
+  std::vector<nlohmann::json> rows = rows_with("val_ce", metrics);
   std::erase_if(rows, [](const nlohmann::json& row) { return !row.contains("ce"); });
   const nlohmann::json& newest = metrics.back();
   if (newest.contains("ce") && (rows.empty() || rows.back()["step"] != newest["step"])) {

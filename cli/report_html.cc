@@ -65,9 +65,9 @@ class Page {
  public:
   Page(const nlohmann::json& report, const Rows& metrics)
       : report_(report),
-        trained_(with("ce", metrics)),
-        validated_(with("val_ce", metrics)),
-        sampled_(with("samples", metrics)) {}
+        trained_(rows_with("ce", metrics)),
+        validated_(rows_with("val_ce", metrics)),
+        sampled_(rows_with("samples", metrics)) {}
 
   std::string html(const nlohmann::json& last) {
     out_ = html_head("Training of " + report_.at("checkpoint").get<std::string>());
@@ -83,17 +83,7 @@ class Page {
   }
 
  private:
-  static Rows with(const char* field, const Rows& rows) {
-    Rows out;
-    for (const nlohmann::json& row : rows) {
-      if (row.contains(field)) out.push_back(row);
-    }
-    return out;
-  }
-
-  void card(const std::string& value, const char* label) {
-    out_ += fmt::format("<div><b>{}</b><span>{}</span></div>\n", html_escape(value), label);
-  }
+  void card(const std::string& value, const char* label) { out_ += html_card(value, label); }
   void cards() {
     out_ += "<div class='cards'>\n";
     card(short_count(report_.at("parameters").get<int64_t>()), "parameters");
@@ -187,6 +177,14 @@ class Page {
 };
 
 }  // namespace
+
+Rows rows_with(const char* field, const Rows& rows) {
+  Rows out;
+  for (const nlohmann::json& row : rows) {
+    if (row.contains(field)) out.push_back(row);
+  }
+  return out;
+}
 
 std::string report_html(const nlohmann::json& report, const Rows& metrics) {
   return Page(report, metrics).html(metrics.back());

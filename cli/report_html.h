@@ -8,6 +8,9 @@
 
 namespace twell::cli {
 
+// The rows of metrics.jsonl that have this field.
+std::vector<nlohmann::json> rows_with(const char* field, const std::vector<nlohmann::json>& rows);
+
 // metrics: rows of metrics.jsonl, of which at least one has layers. report: as in report.json.
 // Throws nlohmann::json::exception for rows of another form.
 std::string report_html(const nlohmann::json& report, const std::vector<nlohmann::json>& metrics);
