@@ -51,8 +51,54 @@ __device__ __forceinline__ uint64_t n_major_operand(uint32_t address, uint32_t c
          ((address & 0x3ffffu) >> 4);
 }
 
-#define TWELL_ACC4(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
-#define TWELL_ACC16(i) TWELL_ACC4(i), TWELL_ACC4(i + 4), TWELL_ACC4(i + 8), TWELL_ACC4(i + 12)
+// An accumulator's registers by N: their names in an instruction, and the operands behind them,
+// with the constraint `c`.
+#define TWELL_NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define TWELL_NAMES_48 TWELL_NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define TWELL_NAMES_64 \
+  TWELL_NAMES_32       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TWELL_NAMES_80 TWELL_NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define TWELL_NAMES_96 \
+  TWELL_NAMES_64       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TWELL_NAMES_128 \
+  TWELL_NAMES_96        \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TWELL_NAMES_160 \
+  TWELL_NAMES_128       \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TWELL_NAMES_176 TWELL_NAMES_160 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define TWELL_NAMES_192 \
+  TWELL_NAMES_160       \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TWELL_NAMES_256                                                                          \
+  TWELL_NAMES_192                                                                                \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+  "%127"
+#define TWELL_ACC4(c, i) c(acc[i]), c(acc[i + 1]), c(acc[i + 2]), c(acc[i + 3])
+#define TWELL_ACC8(c, i) TWELL_ACC4(c, i), TWELL_ACC4(c, i + 4)
+#define TWELL_ACC16(c, i) TWELL_ACC8(c, i), TWELL_ACC8(c, i + 8)
+#define TWELL_ACC_32(c) TWELL_ACC16(c, 0)
+#define TWELL_ACC_48(c) TWELL_ACC_32(c), TWELL_ACC8(c, 16)
+#define TWELL_ACC_64(c) TWELL_ACC_32(c), TWELL_ACC16(c, 16)
+#define TWELL_ACC_80(c) TWELL_ACC_64(c), TWELL_ACC8(c, 32)
+#define TWELL_ACC_96(c) TWELL_ACC_64(c), TWELL_ACC16(c, 32)
+#define TWELL_ACC_128(c) TWELL_ACC_96(c), TWELL_ACC16(c, 48)
+#define TWELL_ACC_160(c) TWELL_ACC_128(c), TWELL_ACC16(c, 64)
+#define TWELL_ACC_176(c) TWELL_ACC_160(c), TWELL_ACC8(c, 80)
+#define TWELL_ACC_192(c) TWELL_ACC_160(c), TWELL_ACC16(c, 80)
+#define TWELL_ACC_256(c) TWELL_ACC_192(c), TWELL_ACC16(c, 96), TWELL_ACC16(c, 112)
+
+// The instruction of m64nN: `shape` is its K and its types. Behind the N / 2 registers come the
+// operands a, b and the predicate, whose numbers are the next three, and what `more` names.
+#define TWELL_WGMMA(n, shape, c, a_at, b_at, p_at, more, ...)                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_at                              \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n shape " {" TWELL_NAMES_##n \
+               "}, %" #a_at ", %" #b_at ", p" more ";\n}\n"                            \
+               : TWELL_ACC_##n(c)                                                      \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))__VA_OPT__(, ) __VA_ARGS__)
 
 // acc[0 .. N/2) = A [64, 16] B^T [16, N] + (accumulate ? acc : 0). BIsNMajor: B is stored [16, N];
 // AIsMMajor: A is stored [16, 64], and a comes from n_major_operand.
@@ -62,140 +108,24 @@ __device__ __forceinline__ void wgmma(float (&acc)[Registers], uint64_t a, uint6
   static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 ||
                 N == 176 || N == 192 || N == 256);
   static_assert(2 * Registers >= N);
-  if constexpr (N == 32) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "%16, %17, p, 1, 1, %20, %19;\n}\n"
-        : TWELL_ACC16(0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 48) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-        "%17, %18, %19, %20, %21, %22, %23}, "
-        "%24, %25, p, 1, 1, %28, %27;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC4(16), TWELL_ACC4(20)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 64) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1, %36, %35;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 80) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39}, "
-        "%40, %41, p, 1, 1, %44, %43;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC4(32), TWELL_ACC4(36)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 96) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-        "%48, %49, p, 1, 1, %52, %51;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 128) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1, %68, %67;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 160) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %82, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-        "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
-        "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "
-        "%77, %78, %79}, "
-        "%80, %81, p, 1, 1, %84, %83;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 176) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %90, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-        "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
-        "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "
-        "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87}, "
-        "%88, %89, p, 1, 1, %92, %91;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
-          TWELL_ACC4(80), TWELL_ACC4(84)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 192) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
-        "%96, %97, p, 1, 1, %100, %99;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
-          TWELL_ACC16(80)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
-  } else if constexpr (N == 256) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "
-        "%111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-        "%127}, "
-        "%128, %129, p, 1, 1, %132, %131;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
-          TWELL_ACC16(80), TWELL_ACC16(96), TWELL_ACC16(112)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(BIsNMajor ? 1 : 0),
-          "n"(AIsMMajor ? 1 : 0));
+#define TWELL_BF16(n, a_at, b_at, p_at, b_major, a_major)                    \
+  if constexpr (N == n) {                                                    \
+    TWELL_WGMMA(n, "k16.f32.bf16.bf16", "+f", a_at, b_at, p_at,              \
+                ", 1, 1, %" #a_major ", %" #b_major, "n"(BIsNMajor ? 1 : 0), \
+                "n"(AIsMMajor ? 1 : 0));                                     \
   }
+  TWELL_BF16(32, 16, 17, 18, 19, 20)
+  TWELL_BF16(48, 24, 25, 26, 27, 28)
+  TWELL_BF16(64, 32, 33, 34, 35, 36)
+  TWELL_BF16(80, 40, 41, 42, 43, 44)
+  TWELL_BF16(96, 48, 49, 50, 51, 52)
+  TWELL_BF16(128, 64, 65, 66, 67, 68)
+  TWELL_BF16(160, 80, 81, 82, 83, 84)
+  TWELL_BF16(176, 88, 89, 90, 91, 92)
+  TWELL_BF16(192, 96, 97, 98, 99, 100)
+  TWELL_BF16(256, 128, 129, 130, 131, 132)
+#undef TWELL_BF16
 }
-
-#undef TWELL_ACC16
-#undef TWELL_ACC4
-
-#define TWELL_INT4(i) "+r"(acc[i]), "+r"(acc[i + 1]), "+r"(acc[i + 2]), "+r"(acc[i + 3])
-#define TWELL_INT16(i) TWELL_INT4(i), TWELL_INT4(i + 4), TWELL_INT4(i + 8), TWELL_INT4(i + 12)
 
 // The same product of signed bytes, with 32-bit sums: A [64, 32] B^T [32, N], both K-major. The
 // next 32 elements of K are 32 bytes on.
@@ -204,41 +134,11 @@ __device__ __forceinline__ void wgmma_s8(int32_t (&acc)[128], uint64_t a, uint64
                                          bool accumulate) {
   static_assert(N == 128 || N == 256);
   if constexpr (N == 128) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
-        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p;\n}\n"
-        : TWELL_INT16(0), TWELL_INT16(16), TWELL_INT16(32), TWELL_INT16(48)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+    TWELL_WGMMA(128, "k32.s32.s8.s8", "+r", 64, 65, 66, "");
   } else {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
-        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, "
-        "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "
-        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "
-        "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, "
-        "%126, %127}, "
-        "%128, %129, p;\n}\n"
-        : TWELL_INT16(0), TWELL_INT16(16), TWELL_INT16(32), TWELL_INT16(48), TWELL_INT16(64),
-          TWELL_INT16(80), TWELL_INT16(96), TWELL_INT16(112)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+    TWELL_WGMMA(256, "k32.s32.s8.s8", "+r", 128, 129, 130, "");
   }
 }
-
-#undef TWELL_INT16
-#undef TWELL_INT4
-
-#define TWELL_ACC4(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
-#define TWELL_ACC16(i) TWELL_ACC4(i), TWELL_ACC4(i + 4), TWELL_ACC4(i + 8), TWELL_ACC4(i + 12)
 
 // The same product of e4m3 values, both operands K-major, A [64, 32] B^T [32, N]. The next 32
 // elements of K are 32 bytes on. The tensor cores add with some 14 bits of mantissa.
@@ -247,82 +147,19 @@ __device__ __forceinline__ void wgmma_e4m3(float (&acc)[Registers], uint64_t a, 
                                            bool accumulate) {
   static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 192 || N == 256);
   static_assert(2 * Registers >= N);
-  if constexpr (N == 80) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n80k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39}, "
-        "%40, %41, p, 1, 1;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC4(32), TWELL_ACC4(36)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  } else if constexpr (N == 96) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-        "%48, %49, p, 1, 1;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  } else if constexpr (N == 64) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  } else if constexpr (N == 128) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  } else if constexpr (N == 192) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
-        "%96, %97, p, 1, 1;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
-          TWELL_ACC16(80)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  } else if constexpr (N == 256) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "
-        "%111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-        "%127}, "
-        "%128, %129, p, 1, 1;\n}\n"
-        : TWELL_ACC16(0), TWELL_ACC16(16), TWELL_ACC16(32), TWELL_ACC16(48), TWELL_ACC16(64),
-          TWELL_ACC16(80), TWELL_ACC16(96), TWELL_ACC16(112)
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+#define TWELL_E4M3(n, a_at, b_at, p_at)                                    \
+  if constexpr (N == n) {                                                  \
+    TWELL_WGMMA(n, "k32.f32.e4m3.e4m3", "+f", a_at, b_at, p_at, ", 1, 1"); \
   }
+  TWELL_E4M3(64, 32, 33, 34)
+  TWELL_E4M3(80, 40, 41, 42)
+  TWELL_E4M3(96, 48, 49, 50)
+  TWELL_E4M3(128, 64, 65, 66)
+  TWELL_E4M3(192, 96, 97, 98)
+  TWELL_E4M3(256, 128, 129, 130)
+#undef TWELL_E4M3
 }
 
-#undef TWELL_ACC16
-#undef TWELL_ACC4
+#undef TWELL_WGMMA
 
 }  // namespace twell::gpu
