@@ -168,60 +168,67 @@ class WholeAnswer final : public HttpLater {
       for (const AnswerEvent& event : job_->answers.take()) {
         if (const std::optional<ApiError> failure = failure_of(event)) throw *failure;
         job_->usage[event.sequence] = event.usage;
-        job_->format->add(event);
+        job_->response ? job_->response->add(event) : job_->format->add(event);
       }
       if (job_->answers.overflowed()) throw answer_too_large();
       waits = !job_->answers.done();
-      return waits ? HttpReply() : whole();
+      if (waits) return {};
+      HttpReply whole = json_reply(job_->response ? job_->response->response() : completion());
+      job_->note_usage();
+      whole.usage = job_->http_usage;
+      return whole;
     });
     if (waits) return std::nullopt;
     return count_(std::move(made));
   }
 
  private:
-  HttpReply whole() {
+  ordered_json completion() {
     ordered_json choices = ordered_json::array();
     for (size_t i = 0; i < job_->usage.size(); ++i) choices.push_back(job_->format->choice(i));
     ordered_json body = std::move(job_->head);
     body["choices"] = std::move(choices);
     body["usage"] = job_->usage_so_far();
-    HttpReply reply = json_reply(body);
-    job_->note_usage();
-    reply.usage = job_->http_usage;
-    return reply;
+    return body;
   }
 
   std::unique_ptr<Job> job_;
   Count count_;
 };
 
-// The answer to a request as server-sent events.
+// The answer to a request as server-sent events: chunks of a completion, or the typed events of a
+// response.
 class StreamedAnswer final : public HttpStream {
  public:
   explicit StreamedAnswer(std::unique_ptr<Job> job) : job_(std::move(job)) {}
   void notify(std::function<void()> ready) override { job_->answers.notify(std::move(ready)); }
 
   State next(std::string& piece) override {
-    const AnswerOptions& wanted = job_->options;
+    if (!std::exchange(begun_, true) && job_->response) piece += job_->response->begin();
     for (const AnswerEvent& event : job_->answers.take()) {
       if (const std::optional<ApiError> failure = failure_of(event)) return fail(*failure, piece);
       job_->usage[event.sequence] = event.usage;
-      ordered_json choice = job_->format->delta(event);
-      if (choice.is_null()) continue;
-      piece += chunk(ordered_json::array({std::move(choice)}), wanted.stream_continuous_usage);
+      piece += job_->response ? job_->response->next(event) : delta(event);
     }
     job_->note_usage();
     if (job_->answers.overflowed()) return fail(answer_too_large(), piece);
     if (!job_->answers.done()) return State::kWaits;
-    if (wanted.stream_usage) piece += chunk(ordered_json::array(), true);
+    if (job_->response) return State::kEnds;
+    if (job_->options.stream_usage) piece += chunk(ordered_json::array(), true);
     piece += kLastEvent;
     return State::kEnds;
   }
 
  private:
-  static State fail(const ApiError& error, std::string& piece) {
-    piece += event_text(error_json(error)) + kLastEvent;
+  State fail(const ApiError& error, std::string& piece) {
+    piece +=
+        job_->response ? job_->response->failed(error) : event_text(error_json(error)) + kLastEvent;
     return State::kEnds;
+  }
+  std::string delta(const AnswerEvent& event) {
+    ordered_json choice = job_->format->delta(event);
+    if (choice.is_null()) return {};
+    return chunk(ordered_json::array({std::move(choice)}), job_->options.stream_continuous_usage);
   }
   std::string chunk(ordered_json choices, bool usage) const {
     ordered_json out = job_->head;
@@ -232,67 +239,6 @@ class StreamedAnswer final : public HttpStream {
       out["usage"] = nullptr;
     }
     return event_text(out);
-  }
-
-  std::unique_ptr<Job> job_;
-};
-
-// A response as one JSON text.
-class WholeResponse final : public HttpLater {
- public:
-  using Count = std::function<HttpReply(HttpReply)>;
-
-  WholeResponse(std::unique_ptr<Job> job, Count count)
-      : job_(std::move(job)), count_(std::move(count)) {}
-  void notify(std::function<void()> ready) override { job_->answers.notify(std::move(ready)); }
-
-  std::optional<HttpReply> reply() override {
-    bool waits = false;
-    HttpReply made = reply_or_error([&]() -> HttpReply {
-      for (const AnswerEvent& event : job_->answers.take()) {
-        if (const std::optional<ApiError> failure = failure_of(event)) throw *failure;
-        job_->usage[event.sequence] = event.usage;
-        job_->response->add(event);
-      }
-      if (job_->answers.overflowed()) throw answer_too_large();
-      waits = !job_->answers.done();
-      if (waits) return {};
-      HttpReply whole = json_reply(job_->response->response());
-      job_->note_usage();
-      whole.usage = job_->http_usage;
-      return whole;
-    });
-    if (waits) return std::nullopt;
-    return count_(std::move(made));
-  }
-
- private:
-  std::unique_ptr<Job> job_;
-  Count count_;
-};
-
-// A response as typed events.
-class StreamedResponse final : public HttpStream {
- public:
-  explicit StreamedResponse(std::unique_ptr<Job> job) : job_(std::move(job)) {}
-  void notify(std::function<void()> ready) override { job_->answers.notify(std::move(ready)); }
-
-  State next(std::string& piece) override {
-    if (!std::exchange(begun_, true)) piece += job_->response->begin();
-    for (const AnswerEvent& event : job_->answers.take()) {
-      if (const std::optional<ApiError> failure = failure_of(event)) return fail(*failure, piece);
-      job_->usage[event.sequence] = event.usage;
-      piece += job_->response->next(event);
-    }
-    job_->note_usage();
-    if (job_->answers.overflowed()) return fail(answer_too_large(), piece);
-    return job_->answers.done() ? State::kEnds : State::kWaits;
-  }
-
- private:
-  State fail(const ApiError& error, std::string& piece) {
-    piece += job_->response->failed(error);
-    return State::kEnds;
   }
 
   std::unique_ptr<Job> job_;
@@ -584,8 +530,10 @@ GenerationRequest Routes::generation(std::vector<int32_t> prompt, const AnswerOp
           .share_beginning = !wanted.seeded};
 }
 
-std::unique_ptr<Job> Routes::new_job(AnswerOptions wanted) {
+std::unique_ptr<Job> Routes::new_job(AnswerOptions wanted, const HttpRequest& request) {
   auto job = std::make_unique<Job>(scheduler_, waker_, memory_, wanted.stream);
+  job->client = client_of(request);
+  job->body = request.memory;
   if (!wanted.seeded) wanted.sampler.seed = std::random_device()();
   job->options = std::move(wanted);
   ++in_progress_;
@@ -624,9 +572,7 @@ HttpReply Routes::complete(const HttpRequest& http_request) {
     return parse_completion(body, options_.max_waiting);
   });
   check_model(request.options.model);
-  std::unique_ptr<Job> job = new_job(std::move(request.options));
-  job->client = client_of(http_request);
-  job->body = http_request.memory;
+  std::unique_ptr<Job> job = new_job(std::move(request.options), http_request);
   const bool log_probs = job->options.log_probs.has_value();
   const int64_t max_tokens = job->options.max_tokens.value_or(kCompletionTokens);
   if (!request.suffix.empty() && !fill_in_) {
@@ -680,9 +626,7 @@ HttpReply Routes::converse(const HttpRequest& http_request) {
   });
   check_model(request.options.model);
   const std::optional<ToolCallReader> tools = prepare_tools(request);
-  std::unique_ptr<Job> job = new_job(std::move(request.options));
-  job->client = client_of(http_request);
-  job->body = http_request.memory;
+  std::unique_ptr<Job> job = new_job(std::move(request.options), http_request);
   // The template writes the begin token itself.
   std::vector<int32_t> ids = encode(render(chat_input(request), "messages"), false, "messages");
   job->format = std::make_unique<ChatFormat>(tokenizer_, job->options.log_probs.has_value(),
@@ -699,9 +643,7 @@ HttpReply Routes::respond(const HttpRequest& http_request) {
   });
   check_model(request.options.model);
   const std::optional<ToolCallReader> tools = prepare_tools(request);
-  std::unique_ptr<Job> job = new_job(request.options);
-  job->client = client_of(http_request);
-  job->body = http_request.memory;
+  std::unique_ptr<Job> job = new_job(request.options, http_request);
   std::vector<int32_t> ids = encode(render(chat_input(request), "input"), false, "input");
   job->response.emplace(tokenizer_, request, fmt::format("{:08x}{:06x}", started_, ++replied_),
                         options_.model, static_cast<int64_t>(std::time(nullptr)),
@@ -729,17 +671,10 @@ HttpReply Routes::submit(std::unique_ptr<Job> job, const char* path) {
     if (!options_.fingerprint.empty()) job->head["system_fingerprint"] = options_.fingerprint;
   }
   const auto count = [this, path](HttpReply made) { return counted(path, std::move(made)); };
-  if (!job->options.stream) {
-    if (job->response) return {.later = std::make_shared<WholeResponse>(std::move(job), count)};
-    return {.later = std::make_shared<WholeAnswer>(std::move(job), count)};
-  }
+  if (!job->options.stream) return {.later = std::make_shared<WholeAnswer>(std::move(job), count)};
   HttpReply reply{.type = kServerSentEvents, .headers = {{"Cache-Control", "no-cache"}}};
   reply.usage = job->http_usage;
-  if (job->response) {
-    reply.stream = std::make_shared<StreamedResponse>(std::move(job));
-  } else {
-    reply.stream = std::make_shared<StreamedAnswer>(std::move(job));
-  }
+  reply.stream = std::make_shared<StreamedAnswer>(std::move(job));
   return reply;
 }
 

@@ -10,7 +10,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -62,7 +61,7 @@ class Routes {
   GenerationRequest generation(std::vector<int32_t> prompt, const AnswerOptions& wanted,
                                int64_t max_tokens, const std::vector<int32_t>& stop_tokens,
                                const char* field) const;
-  std::unique_ptr<Job> new_job(AnswerOptions wanted);
+  std::unique_ptr<Job> new_job(AnswerOptions wanted, const HttpRequest& request);
   // Hands the job's requests over, at once or when the grammar of their answers is compiled.
   HttpReply begin(std::unique_ptr<Job> job, const char* path,
                   const std::vector<int32_t>& stop_tokens);
