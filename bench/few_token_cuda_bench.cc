@@ -41,7 +41,7 @@ struct Options {
 };
 
 constexpr double kBytesPerMicrosecond = 4.3e6;
-constexpr int64_t kMostFew = 128;  // tokens of the executions for few
+constexpr int64_t kMostFew = 2048;  // tokens of the executions for few
 
 struct WeightSet {
   DeviceBuffer<__nv_bfloat16> gate, up, down;

@@ -16,6 +16,9 @@ tile-union with 129 to 1,024 tokens on an H200, where the first file has medium 
 tokens on an H100, which tells waiting for memory from waiting for latencies. Files behind -- are
 predicted, and not fitted.
 
+few_row_bytes, of medium batches of up to 64 tokens, follows from the times of
+2026-11-27-h200-few-tokens.csv, which are not fitted here.
+
 Tiles wait for the largest union (largest_union, share of F). Where it is not known, the costs take the
 mean, or twice the mean beside tiles of heavy rows; captured patterns without it are not fitted.
 
@@ -222,7 +225,8 @@ def medium_batch_cost(p, c):
                      * (p["down_neuron"] + p["down_work"] * (128 + cols)))
     return (gate + up + down + p["image"] * c.m * c.union + p["tile"] * tiles
             + move(c, 2e-6 * c.d * c.f, p["first_bytes"])
-            + move(c, 2e-6 * c.d * tiles * c.union, p["row_bytes"]))
+            + move(c, 2e-6 * c.d * tiles * c.union,
+                   np.where(c.m <= 64, p["few_row_bytes"], p["row_bytes"])))
 
 
 def tile_union_cost(p, c):
@@ -261,7 +265,7 @@ COSTS = {
     "medium-batch": (medium_batch_cost, {
         "gate_round": 3, "gate_weight": 4e-5, "up_round": 5, "up_work": 7e-5, "down_round": 1.5,
         "down_neuron": 0.004, "down_work": 2.4e-5, "image": 3.4e-6, "tile": 0.4, "first_bytes": 2,
-        "row_bytes": 1.5}),
+        "row_bytes": 1.5, "few_row_bytes": 0.63}),
     "tile-union": (tile_union_cost, {
         "launches": 20, "gate_step": 0.67, "up_block": 0.2, "entry": 0.01, "down_block": 1, "tile": 0.2,
         "throttle": 0.05, "heavy": 2, "heavy_block": 0.8, "missed_bytes": 2, "first_bytes": 2}),
@@ -360,7 +364,7 @@ def candidates(row):
     elif tokens <= 64 and row["ffn"] <= BATCH_FFN:
         dense = "dense-batch"
     few = ["decode-rows", "row-stream"][:1 + (row["width"] <= STREAM_WIDTH)] if tokens <= 8 else ["small-batch"] if tokens <= 128 else []
-    medium = 64 < tokens <= 2048 and tokens * row["ffn"] <= MEDIUM_ACTIVATIONS
+    medium = 9 <= tokens <= 2048 and tokens * row["ffn"] <= MEDIUM_ACTIVATIONS
     return [dense, *few, *(["medium-batch"] if medium else []), "tile-union"]
 
 

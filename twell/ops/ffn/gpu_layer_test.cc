@@ -65,11 +65,11 @@ TEST(GpuDevices, OnHopperEveryChoiceIsTheMeasuredOne) {
   EXPECT_EQ(choices(kH200, 2048, 5632),
             "DRRRRR DDDRRR DDDDRR SSSSbb SSSbbb SMMggg SMMggg MMMggg MMTggg TTTTgg");
   EXPECT_EQ(choices(kH200, 4096, 11008),
-            "DRRRRR DRRRRR DRRRRR SSSSSg SSSSgg SMMMgg SMMMgg MMMggg TTTTgg TTTTTg");
+            "DRRRRR DRRRRR DRRRRR SMMMMg SMMMgg SMMMgg SMMMgg MMMggg TTTTgg TTTTTg");
   EXPECT_EQ(choices(kH100, 2048, 5632),
             "DDDDRR DDDDRR DDDDRR SSSSSb SSSSbb SMMMgg SMMMgg MMMggg MMTggg TTTTgg");
   EXPECT_EQ(choices(kH100, 4096, 11008),
-            "DDRRRR DDDRRR DDDRRR SSSSSg SSSSgg SMMMgg SMMMgg MMMggg TTTTgg TTTTTg");
+            "DDRRRR DDDRRR DDDRRR SMMMMg SMMMgg SMMMgg SMMMgg MMMggg TTTTgg TTTTTg");
 }
 
 TEST(GpuDevices, AnH200IsTheDefault) {

@@ -47,7 +47,6 @@ Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerA
   if (!call.counts_rows && few) {
     return {weighs && chosen == "row-stream" ? chosen : "decode-rows"};
   }
-  if (!call.counts_rows && call.tokens <= 64) return {"small-batch"};
   if (!call.counts_rows && call.tokens <= 128) {
     const bool medium = weighs && chosen == "medium-batch";
     return {medium ? chosen : "small-batch"};

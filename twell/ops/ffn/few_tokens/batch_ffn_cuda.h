@@ -7,9 +7,10 @@
 //                 weights, so of all but the first weight only the rows of neurons active for at
 //                 least one token are read. Up to 8 tokens may have the RMS norm of x computed in
 //                 front. In e4m3 all of them run as small batches
-//   medium batch  65 to some thousand. Up and down run on the union of the active neurons of a tile
+//   medium batch  up to some thousand. Up and down run on the union of the active neurons of a tile
 //                 of 128 tokens, like tile-union, but every kernel is cut into as many pieces as
-//                 the device has SMs, also where there are few tiles
+//                 the device has SMs, also where there are few tiles. Unions are counted from 65
+//                 tokens on: what layers measure are unions of 128 tokens
 // Exact on every input: with every neuron active they read what the dense layer reads. g is rounded
 // to bf16; h is rounded once, after the product in f32. A NaN in the gate counts as active.
 // Deterministic. Never synchronise; can be captured in a CUDA graph. Error where the sizes do not

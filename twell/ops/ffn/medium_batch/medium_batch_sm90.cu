@@ -146,6 +146,7 @@ struct Params {
   const __nv_bfloat16* up;  // [F, D] rows of active neurons are prefetched into the L2; or null
   Lists lists;
   ActivityCuda* activity;  // or null
+  bool counts_unions;
   int tokens, width, ffn, tiles;
   int k_steps;  // ceil(D / kTileK)
   int stages;
@@ -349,9 +350,11 @@ struct Consumer {
       p.lists.counts[int64_t{cta.tile} * p.lists.segments + cta.segment] = total;
       if (p.activity != nullptr) {
         atomicAdd(&p.activity->nnz, static_cast<unsigned long long>(nnz));
-        atomicAdd(&p.activity->union_neurons, static_cast<unsigned long long>(total));
+        if (p.counts_unions) {
+          atomicAdd(&p.activity->union_neurons, static_cast<unsigned long long>(total));
+        }
         if (cta.segment == 0) {
-          atomicAdd(&p.activity->unions, 1ull);
+          if (p.counts_unions) atomicAdd(&p.activity->unions, 1ull);
           atomicAdd(&p.activity->tokens,
                     static_cast<unsigned long long>(min(kTokens, p.tokens - cta.tile * kTokens)));
         }
@@ -686,7 +689,7 @@ struct Params {
   Lists lists;
   const __nv_bfloat16* weight;  // [F, D]
   __nv_bfloat16* y;             // [M, D]
-  ActivityCuda* activity;       // or null
+  ActivityCuda* activity;       // or null: unions are not counted
   int tokens, width;
   bool add;
 };
@@ -921,6 +924,7 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
   const int cluster_x = schedule.tiles % 2 == 0 ? 2 : 1;
   const int cluster_y = schedule.tiles % 2 == 0 || schedule.tiles == 1 ? 1 : 2;
   const bool gated = problem.w_gate != nullptr;
+  const bool counts_unions = problem.tokens > kMaxFewTokens;
   const Lists lists{.gate = workspace.gate,
                     .ids = workspace.ids,
                     .counts = workspace.counts,
@@ -947,6 +951,7 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
       .up = gated ? problem.w_up : nullptr,
       .lists = lists,
       .activity = problem.activity,
+      .counts_unions = counts_unions,
       .tokens = tokens,
       .width = width,
       .ffn = ffn,
@@ -975,7 +980,7 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
   const down::Params of_down{.lists = lists,
                              .weight = problem.w_down,
                              .y = problem.y,
-                             .activity = problem.activity,
+                             .activity = counts_unions ? problem.activity : nullptr,
                              .tokens = tokens,
                              .width = width,
                              .add = problem.add};
