@@ -10,6 +10,8 @@
 #include <array>
 #include <cmath>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "twell/base/cuda_gtest.h"
@@ -78,143 +80,217 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
 
 double rounded_bf16(double value) { return to_float(to_bf16(static_cast<float>(value))); }
 
+size_t at(int64_t row, int64_t cols, int64_t col) { return static_cast<size_t>(row * cols + col); }
+
+// A layer's inputs on the host, and what both kinds of executions make of them.
+class Reference {
+ public:
+  explicit Reference(const Case& c)
+      : c_(c),
+        x_(quantised(input_values(c), c.tokens, c.width)),
+        first_(quantised(firing_values(c), c.ffn, c.width)),
+        second_(quantised(rows_of_sizes(c.ffn, c.width, 5, 0.05f), c.ffn, c.width)),
+        down_(quantised(rows_of_sizes(c.width, c.ffn, 6, 0.1f), c.width, c.ffn)),
+        before_(random_bf16(c.tokens * c.width, 8)) {
+    make_h();
+  }
+
+  const OwnedByteMatrix& x() const { return x_; }
+  const OwnedByteMatrix& first() const { return first_; }
+  const OwnedByteMatrix& second() const { return second_; }
+  const OwnedByteMatrix& down() const { return down_; }
+  // What y holds already, where the layer adds to it.
+  const std::vector<__nv_bfloat16>& before() const { return before_; }
+  int64_t nnz() const { return nnz_; }
+
+  // y of an execution that has h in bf16, or in bytes.
+  std::vector<double> y(bool bytes) const {
+    const OwnedByteMatrix h_bytes = quantised(h_, c_.tokens, c_.ffn);
+    std::vector<double> y(static_cast<size_t>(c_.tokens * c_.width));
+    for (int64_t m = 0; m < c_.tokens; ++m) {
+      for (int64_t d = 0; d < c_.width; ++d) {
+        double sum = 0.0;
+        if (bytes) {
+          sum = product(h_bytes.view(), m, down_.view(), d);
+        } else {
+          for (int64_t n = 0; n < c_.ffn; ++n) {
+            const float of_h = h_[at(m, c_.ffn, n)];
+            if (of_h != 0.0f) sum += double{of_h} * double{down_.view().at(d, n)};
+          }
+        }
+        if (c_.add) sum += double{__bfloat162float(before_[at(m, c_.width, d)])};
+        y[at(m, c_.width, d)] = sum;
+      }
+    }
+    return y;
+  }
+
+ private:
+  // The first column of x is large, and that of the firing weights negative where neurons rest.
+  // Every seventh of many tokens activates all of its neurons, so that tiles overflow.
+  static std::vector<float> input_values(const Case& c) {
+    auto values = rows_of_sizes(c.tokens, c.width, 1, 1.0f);
+    for (int64_t m = 0; m < c.tokens; ++m) {
+      values[at(m, c.width, 0)] = c.tokens > 64 && m % 7 == 3 ? -4.0f : 4.0f;
+    }
+    return values;
+  }
+  static std::vector<float> firing_values(const Case& c) {
+    auto values = rows_of_sizes(c.ffn, c.width, 2, 0.05f);
+    for (int64_t n = 0; n < c.ffn; ++n) {
+      const bool active = uniform(3, 4, static_cast<uint64_t>(n)) < c.active;
+      values[at(n, c.width, 0)] = active ? 0.5f : -3.0f;
+    }
+    return values;
+  }
+
+  void make_h() {
+    h_.resize(static_cast<size_t>(c_.tokens * c_.ffn));
+    for (int64_t m = 0; m < c_.tokens; ++m) {
+      for (int64_t n = 0; n < c_.ffn; ++n) {
+        const double g = rounded_bf16(std::max(product(x_.view(), m, first_.view(), n), 0.0));
+        nnz_ += g > 0.0;
+        double value = c_.activation == Activation::kRelu2 ? g * g : g;
+        if (c_.gated && g > 0.0) {
+          const double u = product(x_.view(), m, second_.view(), n);
+          value *= c_.activation == Activation::kDRelu ? std::max(u, 0.0) : u;
+        }
+        h_[at(m, c_.ffn, n)] = static_cast<float>(rounded_bf16(value));
+      }
+    }
+  }
+
+  Case c_;
+  OwnedByteMatrix x_, first_, second_, down_;
+  std::vector<__nv_bfloat16> before_;
+  std::vector<float> h_;
+  int64_t nnz_ = 0;
+};
+
+// The layer on the GPU.
+class Layer {
+ public:
+  Layer(CudaContext& ctx, const Case& c, const Reference& reference)
+      : ctx_(ctx),
+        c_(c),
+        reference_(reference),
+        x_(reference.x()),
+        first_(reference.first()),
+        second_(reference.second()),
+        down_(reference.down()),
+        workspace_(ctx, c.tokens, c.width, c.ffn, c.gated),
+        order_(static_cast<size_t>(c.tokens)),
+        down_rows_(poisoned<uint8_t>(c.ffn * c.width)) {
+    workspace_.make_for_bytes();
+    std::iota(order_.begin(), order_.end(), 0);
+    std::reverse(order_.begin(), order_.end());
+    y_rows_ = upload(order_);
+    TWELL_CUDA_CHECK(launch_transpose_bytes(down_.view().values, c.width, c.ffn, down_rows_.data(),
+                                            ctx.stream()));
+  }
+
+  struct Result {
+    std::vector<double> y;
+    std::string execution;
+    double nnz_per_token = 0.0;
+    int64_t counted = 0;  // by an execution that counts per token
+  };
+
+  // `few` executions count non-zeros per layer; `rows`: they get w_down's rows, or make them;
+  // `mapped`: tokens of y are in another order.
+  Result run(std::string_view execution, bool few, bool rows, bool mapped) {
+    FfnPlansCuda plans(ctx_, 1, c_.ffn, {FfnPolicy::Kind::kNamed, execution});
+    const auto row_nnz = poisoned<int32_t>(c_.tokens);
+    std::vector<__nv_bfloat16> start = reference_.before();
+    if (mapped) {
+      for (int64_t m = 0; m < c_.tokens; ++m) {
+        std::copy_n(reference_.before().begin() + m * c_.width, c_.width,
+                    start.begin() + order_[static_cast<size_t>(m)] * c_.width);
+      }
+    }
+    const auto y = c_.add ? upload(start) : poisoned<__nv_bfloat16>(c_.tokens * c_.width);
+    const FfnForwardCuda problem{
+        .tokens = c_.tokens,
+        .rows = c_.tokens,
+        .weights = {.activation = c_.activation,
+                    .gate_bytes = c_.gated ? first_.view() : ByteRowsCuda{},
+                    .up_bytes = c_.gated ? second_.view() : first_.view(),
+                    .down_bytes = down_.view(),
+                    .down_rows = rows ? down_rows_.data() : nullptr},
+        .y = y.data(),
+        .row_nnz = few ? nullptr : row_nnz.data(),
+        .add = c_.add,
+        .y_rows = mapped ? y_rows_.data() : nullptr,
+        .x_bytes = x_.view()};
+    ffn_forward_cuda(ctx_, problem, plans[0], workspace_);
+    plans.update(ctx_);
+    Result result;
+    result.execution = plans[0].plan.execution.name;
+    if (few) {
+      result.nnz_per_token = plans[0].activity.nnz_per_token;
+    } else {
+      const auto counts = download(row_nnz);
+      result.counted = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    }
+    const auto there = download(y);
+    result.y.resize(there.size());
+    for (int64_t m = 0; m < c_.tokens; ++m) {
+      const int64_t row = mapped ? order_[static_cast<size_t>(m)] : m;
+      for (int64_t d = 0; d < c_.width; ++d) {
+        result.y[at(m, c_.width, d)] = double{__bfloat162float(there[at(row, c_.width, d)])};
+      }
+    }
+    return result;
+  }
+
+ private:
+  CudaContext& ctx_;
+  Case c_;
+  const Reference& reference_;
+  DeviceBytes x_, first_, second_, down_;
+  FfnWorkspaceCuda workspace_;
+  std::vector<int32_t> order_;
+  DeviceBuffer<int32_t> y_rows_;
+  DeviceBuffer<uint8_t> down_rows_;
+};
+
+// g, u, h and y are rounded to bf16 (2^-9 each), sums of e4m3 products have at least 13 bits. A
+// relative change e flips e4m3's rounding of h, in steps of at most 2^-3, with probability e /
+// 2^-3, a norm of sqrt(e 2^-3).
+double bound_of(const Case& c, bool dense) {
+  const double steps = static_cast<double>(std::max(c.width, c.ffn)) / 32.0 + 1.0;
+  const double change = 2.0 * (4.0 * 0x1p-9 + steps * 0x1p-13);
+  return dense ? change + std::sqrt(change * 0.125) : change;
+}
+
 class ByteFfnCudaTest : public testing::TestWithParam<Case> {};
 
 TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
   TWELL_HOPPER_TEST();
   const Case& c = GetParam();
-  auto x_values = rows_of_sizes(c.tokens, c.width, 1, 1.0f);
-  auto firing = rows_of_sizes(c.ffn, c.width, 2, 0.05f);
-  // The first column of x is large, and that of the firing weights negative where neurons rest.
-  // Every seventh of many tokens activates all of its neurons, so that tiles overflow.
-  for (int64_t m = 0; m < c.tokens; ++m) {
-    x_values[static_cast<size_t>(m * c.width)] = c.tokens > 64 && m % 7 == 3 ? -4.0f : 4.0f;
-  }
-  for (int64_t n = 0; n < c.ffn; ++n) {
-    const bool active = uniform(3, 4, static_cast<uint64_t>(n)) < c.active;
-    firing[static_cast<size_t>(n * c.width)] = active ? 0.5f : -3.0f;
-  }
-  const OwnedByteMatrix x = quantised(x_values, c.tokens, c.width),
-                        first = quantised(firing, c.ffn, c.width),
-                        second = quantised(rows_of_sizes(c.ffn, c.width, 5, 0.05f), c.ffn, c.width),
-                        down = quantised(rows_of_sizes(c.width, c.ffn, 6, 0.1f), c.width, c.ffn);
-  const auto at = [](int64_t row, int64_t cols, int64_t col) {
-    return static_cast<size_t>(row * cols + col);
-  };
-  // h as the two executions have it: in bf16, and quantised per token.
-  std::vector<float> h(static_cast<size_t>(c.tokens * c.ffn));
-  int64_t nnz = 0;
-  for (int64_t m = 0; m < c.tokens; ++m) {
-    for (int64_t n = 0; n < c.ffn; ++n) {
-      const double g = rounded_bf16(std::max(product(x.view(), m, first.view(), n), 0.0));
-      nnz += g > 0.0;
-      double value = c.activation == Activation::kRelu2 ? g * g : g;
-      if (c.gated && g > 0.0) {
-        const double u = product(x.view(), m, second.view(), n);
-        value *= c.activation == Activation::kDRelu ? std::max(u, 0.0) : u;
-      }
-      h[at(m, c.ffn, n)] = static_cast<float>(rounded_bf16(value));
-    }
-  }
-  const OwnedByteMatrix h_bytes = quantised(h, c.tokens, c.ffn);
-  const auto before = random_bf16(c.tokens * c.width, 8);
-  const auto reference = [&](bool bytes) {
-    std::vector<double> y(static_cast<size_t>(c.tokens * c.width));
-    for (int64_t m = 0; m < c.tokens; ++m) {
-      for (int64_t d = 0; d < c.width; ++d) {
-        double sum = 0.0;
-        if (bytes) {
-          sum = product(h_bytes.view(), m, down.view(), d);
-        } else {
-          for (int64_t n = 0; n < c.ffn; ++n) {
-            const float of_h = h[at(m, c.ffn, n)];
-            if (of_h != 0.0f) sum += double{of_h} * double{down.view().at(d, n)};
-          }
-        }
-        if (c.add) sum += double{__bfloat162float(before[at(m, c.width, d)])};
-        y[at(m, c.width, d)] = sum;
-      }
-    }
-    return y;
-  };
-
-  const DeviceBytes device_x(x), device_first(first), device_second(second), device_down(down);
-  FfnWorkspaceCuda workspace(ctx, c.tokens, c.width, c.ffn, c.gated);
-  workspace.make_for_bytes();
-  std::vector<int32_t> order(static_cast<size_t>(c.tokens));
-  std::iota(order.begin(), order.end(), 0);
-  std::reverse(order.begin(), order.end());
-  const auto y_rows = upload(order);
-  const auto down_rows = poisoned<uint8_t>(c.ffn * c.width);
-  TWELL_CUDA_CHECK(launch_transpose_bytes(device_down.view().values, c.width, c.ffn,
-                                          down_rows.data(), ctx.stream()));
+  const Reference reference(c);
+  Layer layer(ctx, c, reference);
+  const auto nnz = static_cast<double>(reference.nnz());
   for (const std::string_view name :
        {"dense-gemms", "tile-union", "dense-few-fp8", "small-batch-fp8", "made rows"}) {
+    SCOPED_TRACE(name);
     const bool few = name != "dense-gemms" && name != "tile-union";
     if (few && c.tokens > 64) continue;
     const bool dense = name.starts_with("dense"), makes_rows = name == "made rows";
-    SCOPED_TRACE(name);
-    const bool mapped = c.mapped && name == "tile-union";
     const std::string_view execution = makes_rows ? "small-batch-fp8" : name;
-    FfnPlansCuda plans(ctx, 1, c.ffn, {FfnPolicy::Kind::kNamed, execution});
-    const auto row_nnz = poisoned<int32_t>(c.tokens);
-    std::vector<std::vector<double>> results;
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      std::vector<__nv_bfloat16> start = before;
-      if (mapped) {
-        for (int64_t m = 0; m < c.tokens; ++m) {
-          std::copy_n(before.begin() + m * c.width, c.width,
-                      start.begin() + order[static_cast<size_t>(m)] * c.width);
-        }
-      }
-      const auto y = c.add ? upload(start) : poisoned<__nv_bfloat16>(c.tokens * c.width);
-      const FfnForwardCuda problem{
-          .tokens = c.tokens,
-          .rows = c.tokens,
-          .weights = {.activation = c.activation,
-                      .gate_bytes = c.gated ? device_first.view() : ByteRowsCuda{},
-                      .up_bytes = c.gated ? device_second.view() : device_first.view(),
-                      .down_bytes = device_down.view(),
-                      // Tile-union widens w_down from either.
-                      .down_rows = (few ? !makes_rows : c.mapped) ? down_rows.data() : nullptr},
-          .y = y.data(),
-          .row_nnz = few ? nullptr : row_nnz.data(),
-          .add = c.add,
-          .y_rows = mapped ? y_rows.data() : nullptr,
-          .x_bytes = device_x.view()};
-      ffn_forward_cuda(ctx, problem, plans[0], workspace);
-      plans.update(ctx);
-      EXPECT_EQ(plans[0].plan.execution.name, execution);
-      if (few) {
-        EXPECT_NEAR(plans[0].activity.nnz_per_token * static_cast<double>(c.tokens),
-                    static_cast<double>(nnz), 1.0 + 1e-3 * static_cast<double>(nnz));
-      }
-      const auto there = download(y);
-      std::vector<double> got(there.size());
-      for (int64_t m = 0; m < c.tokens; ++m) {
-        const int64_t row = mapped ? order[static_cast<size_t>(m)] : m;
-        for (int64_t d = 0; d < c.width; ++d) {
-          got[at(m, c.width, d)] = double{__bfloat162float(there[at(row, c.width, d)])};
-        }
-      }
-      results.push_back(got);
-    }
-    EXPECT_EQ(results[0], results[1]);
-    // g, u, h and y are rounded to bf16 (2^-9 each), sums of e4m3 products have at least 13 bits.
-    // A relative change e flips e4m3's rounding of h, in steps of at most 2^-3, with probability
-    // e / 2^-3, a norm of sqrt(e 2^-3).
-    const double steps = static_cast<double>(std::max(c.width, c.ffn)) / 32.0 + 1.0;
-    const double change = 2.0 * (4.0 * 0x1p-9 + steps * 0x1p-13);
-    const double bound = dense ? change + std::sqrt(change * 0.125) : change;
-    const double error = distance(results[0], reference(dense));
+    // Tile-union widens w_down from either.
+    const bool rows = few ? !makes_rows : c.mapped;
+    const bool mapped = c.mapped && name == "tile-union";
+    const Layer::Result got = layer.run(execution, few, rows, mapped);
+    EXPECT_EQ(got.execution, execution);
+    EXPECT_EQ(layer.run(execution, few, rows, mapped).y, got.y);
+    const double error = distance(got.y, reference.y(dense)), bound = bound_of(c, dense);
     fmt::print("{} {}: error {:.2e}, bound {:.2e}\n", c.name, name, error, bound);
     EXPECT_LE(error, bound);
-    if (few) continue;
-    const auto counts = download(row_nnz);
-    const int64_t counted = std::accumulate(counts.begin(), counts.end(), int64_t{0});
     // Gates next to zero may be rounded to either side.
-    EXPECT_NEAR(static_cast<double>(counted), static_cast<double>(nnz),
-                1.0 + 1e-3 * static_cast<double>(nnz));
+    const double counted =
+        few ? got.nnz_per_token * static_cast<double>(c.tokens) : static_cast<double>(got.counted);
+    EXPECT_NEAR(counted, nnz, 1.0 + 1e-3 * nnz);
   }
 }
 
