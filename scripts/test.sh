@@ -71,8 +71,10 @@ xgrammar=
 if [[ $quick == 0 && -e build/asan/libxgrammar.a ]]; then
   xgrammar=$PWD/build/asan/libxgrammar.a
 fi
+no_gpu=OFF
+[[ -e /dev/nvidiactl ]] || no_gpu=ON
 cmake --preset dev -DTWELL_PYTHON=OFF -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 \
-  -DTWELL_XGRAMMAR_LIBRARY="$xgrammar" >/dev/null
+  -DTWELL_NO_GPU=$no_gpu -DTWELL_XGRAMMAR_LIBRARY="$xgrammar" >/dev/null
 # Low priority, because tests under sanitizers run beside it, some of which measure time.
 nice cmake --build --preset dev --target twell_library
 

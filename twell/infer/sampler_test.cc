@@ -197,10 +197,10 @@ TEST(Sampler, DrawsWhatASortedVocabularyGives) {
       for (const SamplerOptions& options : all) {
         // Large vocabularies take long; each kind of logits has other options there.
         const auto other = static_cast<uint64_t>(&kind - kinds.data());
-        if (size > 500 && options.seed % 2 != other % 2) continue;
+        if (size > 500 && options.seed % 4 != other % 4) continue;
         if (size > 4'000 && options.seed % 5 != other % 5) continue;
         if (size > 20'000 && options.seed % 25 != other) continue;
-        for (uint64_t index = 0; index < (size > 4'000 ? 1u : 2u); ++index) {
+        for (uint64_t index = 0; index < (size > 500 ? 1u : 2u); ++index) {
           const int32_t want = sample_of_sorted(logits, sorted, options, index);
           for (Context* const with : {static_cast<Context*>(nullptr), &ctx}) {
             const int32_t got = sample(logits, options, 0, index, {}, with);
@@ -229,6 +229,7 @@ TEST(Sampler, DrawsInPlaceWhatItDrawsFromACopy) {
     for (size_t i = 0; i < size; ++i) logits[i] = 3.0f * normal(4, 0, i);
     const std::vector<float> before = logits;
     for (const size_t count : {0, 1, 3, 63, 64, 65, 401}) {
+      if (size > 20'000 && count != 3 && count != 401) continue;
       std::vector<SeenToken> seen;
       for (size_t i = 0; i < count && i * 11 < 2 * size; ++i) {  // half of them outside
         const auto id = static_cast<int32_t>(i * 11 % (2 * size));
@@ -247,7 +248,7 @@ TEST(Sampler, DrawsInPlaceWhatItDrawsFromACopy) {
           float& logit = want[static_cast<size_t>(token.id)];
           logit = adjusted(logit, token, 1.3f, 0.37f, -0.11f);
         }
-        for (uint64_t index = 0; index < 5; ++index) {
+        for (uint64_t index = 0; index < (size > 4'000 ? 1u : 5u); ++index) {
           const int32_t id = sample(want, options, 0, index, {}, &ctx);
           ASSERT_EQ(sample(logits, options, 0, index, seen, &ctx), id) << size << ", " << count;
           ASSERT_EQ(sample_in_place(logits, options, 0, index, seen, &ctx), id);

@@ -251,7 +251,7 @@ class SchedulerTest : public testing::Test {
 TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
   int64_t preemptions = 0, cached = 0, overlapped = 0, drafted = 0, accepted = 0;
   std::vector<int64_t> ended(kStopReasons);
-  for (uint64_t seed = 0; seed < 60; ++seed) {
+  for (uint64_t seed = 0; seed < 32; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
     const auto below = [&](int64_t n) {
@@ -322,15 +322,15 @@ TEST_F(SchedulerTest, RandomCrowdsGiveWhatEachGivesAlone) {
       EXPECT_EQ(stats.drafted, 0);
     }
   }
-  EXPECT_GT(accepted, 1500);
-  EXPECT_GT(drafted, accepted + 100);
-  EXPECT_GT(preemptions, 100);
-  EXPECT_GT(cached, 1000);
-  EXPECT_GT(overlapped, 1000);
+  EXPECT_GT(accepted, 750);
+  EXPECT_GT(drafted, accepted + 50);
+  EXPECT_GT(preemptions, 50);
+  EXPECT_GT(cached, 500);
+  EXPECT_GT(overlapped, 500);
   for (const StopReason reason :
        {StopReason::kCancelled, StopReason::kEndOfText, StopReason::kMaxTokens,
         StopReason::kContextFull, StopReason::kNotFinite}) {
-    EXPECT_GT(ended[static_cast<size_t>(reason)], 50) << stop_reason_name(reason);
+    EXPECT_GT(ended[static_cast<size_t>(reason)], 25) << stop_reason_name(reason);
   }
 }
 

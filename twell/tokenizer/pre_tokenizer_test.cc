@@ -183,8 +183,9 @@ std::string whole_nfc(const std::string& text) {
   return result;
 }
 
+// Of the planes that have no characters, and those for private use, every 61st.
 TEST(Normalizer, EveryCharacterAloneAndAmongOthers) {
-  for (int32_t c = 0; c < 0x110000; ++c) {
+  for (int32_t c = 0; c < 0x110000; c += c < 0x34000 || c >> 16 == 0xe ? 1 : 61) {
     if (c >= 0xd800 && c < 0xe000) continue;
     const std::string character = utf8(c);
     for (const std::string& text :
