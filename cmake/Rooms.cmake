@@ -81,7 +81,7 @@ endif()
 set(twell_light_rooms)
 set(twell_light_files)
 if(TWELL_SANITIZE AND NOT TWELL_FUZZ)
-  set(twell_light_rooms chat_template data dist grammar infer serve tasks train)
+  set(twell_light_rooms bench chat_template data dist grammar infer serve tasks train)
   set(twell_light_files base/json_fields.cc base/option.cc checkpoint/checkpoint.cc
     checkpoint/config_json.cc checkpoint/convert.cc
     checkpoint/safetensors.cc tokenizer/tokenizer_json.cc tokenizer/tokenizer_spec.cc)
