@@ -24,7 +24,7 @@ struct GpuCosts {
     double mean = 2.827;   // exponent
     double throttle = 0.07922;
     double mma_flops = 1.15;     // by mma.sync GEMMs reach more of its rate,
-    double mma_launches = 6.0;   // and launch later
+    double mma_launches = -2.0;  // and take less between them, in CUDA graphs, as decoding runs
     double elementwise = 1.161;  // the gate product, partly from the L2
     double launches = 13.77;
   } dense;
@@ -103,6 +103,14 @@ struct GpuCosts {
     double token = 0.52, token_weight = 1.66e-7;  // of each token after the first
     double active = 0.01, active_bytes = 1.6;
   } portable_rows;
+  // Fitted to three widths with 1 to 32 tokens (the same file), in 1, 2 or 4 tiles of 8 tokens.
+  struct {
+    double launches = 6.0, tile = 1.5;
+    double first_bytes = 0.88, tile_weight = 1.51e-7;
+    double up_bytes = 1.0;
+    double down_neuron = 0.004, down_tiles = 1.4;  // of several tiles so many times as long
+    double down_bytes = 0.8;
+  } portable_batch;
   // Tile-union's `down`, behind an 8-bit gate GEMM and a product of gate and up. Fitted to five
   // shapes of 1,024 to 16,384 tokens on an H200
   // (bench/results/2026-11-24-h200-screened-shapes.txt): within 10%, root mean square 4.6%.
@@ -441,6 +449,20 @@ double portable_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivi
          s.work((s.m - 1.0) * (costs.token + costs.token_weight * s.d * s.f) +
                 costs.active * active) +
          s.move(active_rows(layer, s, active), costs.active_bytes);
+}
+
+double portable_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {
+  const Sizes s(layer, tokens);
+  const auto& costs = kCosts.portable_batch;
+  const double tiles = s.m <= 8.0 ? 1.0 : s.m <= 16.0 ? 2.0 : 4.0;
+  const double active = grown_union(s, activity, s.m), rows = 2.0 * s.d * active;
+  // The CTAs of `down` each read the rows of all active neurons.
+  const double down =
+      std::max(s.work(costs.down_neuron * (tiles > 1.0 ? costs.down_tiles : 1.0) * active),
+               s.move(rows, costs.down_bytes));
+  return costs.launches + s.work(tiles * (costs.tile + costs.tile_weight * s.d * s.f)) +
+         s.move(2.0 * s.d * s.f, costs.first_bytes) +
+         (layer.gated ? s.move(rows, costs.up_bytes) : 0.0) + down;
 }
 
 double row_fused(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity) {

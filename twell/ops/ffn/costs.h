@@ -21,6 +21,7 @@ double small_batch_bytes(const GpuFfnLayer& layer, int64_t tokens, const LayerAc
 double medium_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double tile_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double portable_rows(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
+double portable_batch(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double portable_union(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double screened(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);
 double row_fused(const GpuFfnLayer& layer, int64_t tokens, const LayerActivity& activity);

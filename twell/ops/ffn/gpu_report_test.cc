@@ -16,23 +16,28 @@ GpuReport report(int capability, GpuCode code, std::span<const int> built, bool 
 }
 
 TEST(GpuReport, OfARelease) {
-  EXPECT_EQ(gpu_report_lines(report(89, {.binary = 89, .ptx = 89}, kRelease)),
-            (Lines{"kernels: native code for 8.9",
-                   "feed-forward layers: dense-gemms, portable-rows, portable-union, row-fused",
-                   "training: dense and hybrid. No GPU of this kind has run TwELL's tests yet"}));
-  EXPECT_EQ(gpu_report_lines(report(90, {.binary = 90, .ptx = 90}, kRelease)),
-            (Lines{"kernels: native code for 9.0",
-                   "feed-forward layers: dense-rows, dense-batch, dense-few-fp8, dense-gemms, "
-                   "decode-rows, row-stream, small-batch, small-batch-fp8, medium-batch, "
-                   "tile-union, screened; by name alone portable-rows, portable-union, row-fused",
-                   "training: dense and hybrid"}));
+  EXPECT_EQ(
+      gpu_report_lines(report(89, {.binary = 89, .ptx = 89}, kRelease)),
+      (Lines{"kernels: native code for 8.9",
+             "feed-forward layers: dense-gemms, portable-rows, portable-batch, portable-union, "
+             "row-fused",
+             "training: dense and hybrid. No GPU of this kind has run TwELL's tests yet"}));
+  EXPECT_EQ(
+      gpu_report_lines(report(90, {.binary = 90, .ptx = 90}, kRelease)),
+      (Lines{"kernels: native code for 9.0",
+             "feed-forward layers: dense-rows, dense-batch, dense-few-fp8, dense-gemms, "
+             "decode-rows, row-stream, small-batch, small-batch-fp8, medium-batch, "
+             "tile-union, screened; by name alone portable-rows, portable-batch, portable-union, "
+             "row-fused",
+             "training: dense and hybrid"}));
 }
 
 // Hopper's kernels do not run on later GPUs.
 TEST(GpuReport, LeavesHoppersExecutionsToHopper) {
   for (const int capability : {80, 86, 89, 100, 103, 120, 121}) {
-    EXPECT_EQ(gpu_executions(report(capability, {.binary = capability, .ptx = 80}, kRelease)),
-              (Lines{"dense-gemms", "portable-rows", "portable-union", "row-fused"}))
+    EXPECT_EQ(
+        gpu_executions(report(capability, {.binary = capability, .ptx = 80}, kRelease)),
+        (Lines{"dense-gemms", "portable-rows", "portable-batch", "portable-union", "row-fused"}))
         << capability;
   }
 }
@@ -48,8 +53,8 @@ TEST(GpuReport, OfAPortableBuild) {
   const GpuReport hopper = report(90, {.binary = 90, .ptx = 80}, kDev, /*portable=*/true);
   EXPECT_EQ(gpu_machine_code(hopper),
             "native code for 9.0, made of PTX for 8.0; a portable build, which takes it for 8.0");
-  EXPECT_EQ(gpu_auto_executions(hopper),
-            (Lines{"dense-gemms", "portable-rows", "portable-union", "row-fused"}));
+  EXPECT_EQ(gpu_auto_executions(hopper), (Lines{"dense-gemms", "portable-rows", "portable-batch",
+                                                "portable-union", "row-fused"}));
 }
 
 // Figures of no GPU: a memory of 2 TB/s and 100 SMs of 1,000 operations at 1.5 GHz.

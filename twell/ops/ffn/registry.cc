@@ -30,6 +30,7 @@ void launch_small_batch_bytes(const FfnCallCuda& call);
 void launch_medium_batch(const FfnCallCuda& call);
 void launch_tile_union(const FfnCallCuda& call);
 void launch_portable_rows(const FfnCallCuda& call);
+void launch_portable_batch(const FfnCallCuda& call);
 void launch_portable_union(const FfnCallCuda& call);
 void launch_screened(const FfnCallCuda& call);
 void launch_row_fused(const FfnCallCuda& call);
@@ -187,6 +188,18 @@ constexpr std::array kRegistry = {
                     .cost = ffn_costs::portable_rows,
                     .needed_share = ffn_costs::sparse_share,
                     .launch = TWELL_FFN_LAUNCH(launch_portable_rows)},
+    // With more tokens dense products on mma.sync are faster.
+    GpuFfnExecution{.name = "portable-batch",
+                    .limits = {.least_capability = 80,
+                               .most_capability = kNewest,
+                               .activations = kZeros,
+                               .most_width = k2To24,
+                               .most_ffn = k2To24,
+                               .most_tokens = 32},
+                    .only_named_on_hopper = true,
+                    .cost = ffn_costs::portable_batch,
+                    .needed_share = ffn_costs::sparse_share,
+                    .launch = TWELL_FFN_LAUNCH(launch_portable_batch)},
     GpuFfnExecution{.name = "portable-union",
                     .limits = {.least_capability = 80,
                                .most_capability = kNewest,

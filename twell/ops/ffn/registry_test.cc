@@ -41,8 +41,13 @@ Expected expected(const GpuFfnLayer& layer, const GpuFfnCall& call, const LayerA
   const bool weighs = call.policy == FfnPolicy::kAuto && measured;
   if (!hopper) {
     const bool rows = few && fits && !call.counts_rows;
-    const bool other = chosen == "row-fused" || (rows && chosen == "portable-union");
-    return {weighs && other ? chosen : rows ? "portable-rows" : "portable-union"};
+    const bool batch = call.tokens <= 32 && !call.counts_rows;
+    const bool other = chosen == "row-fused" || chosen == "portable-union" ||
+                       (batch && chosen == "portable-batch");
+    return {weighs && other ? chosen
+            : rows          ? "portable-rows"
+            : batch         ? "portable-batch"
+                            : "portable-union"};
   }
   if (!call.counts_rows && few) {
     return {weighs && chosen == "row-stream" ? chosen : "decode-rows"};
@@ -85,7 +90,7 @@ TEST(GpuFfnRegistry, EveryCall) {
   std::set<std::string_view> seen;
   for (const GpuFfnLayer& layer : every_layer()) {
     for (const FfnPolicy policy : {FfnPolicy::kAuto, FfnPolicy::kDense, FfnPolicy::kSparse}) {
-      for (const int64_t tokens : {1, 5, 8, 9, 63, 64, 65, 128, 129, 1024, 4096}) {
+      for (const int64_t tokens : {1, 5, 8, 9, 32, 33, 64, 65, 128, 129, 1024, 4096}) {
         for (const bool norm : {false, true}) {
           for (const bool counts : {false, true}) {
             for (const LayerActivity& activity : {unmeasured, light, heavy, full}) {

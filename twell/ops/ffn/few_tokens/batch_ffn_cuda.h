@@ -55,7 +55,7 @@ struct BatchFfnCuda {
   ByteRowsCuda down_bytes;  // [F, D], scales [D]
 };
 
-inline constexpr int64_t kMaxFewTokens = 64;
+inline constexpr int64_t kMaxFewTokens = 64, kMaxPortableBatch = 32;
 namespace few_token {
 inline constexpr int kRowTokens = 8;   // most tokens of decode rows
 inline constexpr int kLeastRows = 16;  // neurons of a CTA of decode rows at a time, at least,
@@ -70,18 +70,20 @@ class FewTokenWorkspace {
  public:
   explicit FewTokenWorkspace(int64_t max_ffn, int64_t max_width = kMaxStreamWidth);
   int64_t bytes() const {
-    return hidden_.bytes() + fired_.bytes() + arrived_.bytes() + parts_.bytes();
+    return hidden_.bytes() + fired_.bytes() + arrived_.bytes() + parts_.bytes() + active_.bytes();
   }
 
  private:
   friend void few_token_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
   friend void portable_rows_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
+  friend void portable_batch_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
   friend void row_stream_ffn_cuda(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
   int64_t max_ffn_;
   DeviceBuffer<__nv_bfloat16> hidden_;  // [F, M rounded up to 8 or 64]
   DeviceBuffer<uint64_t> fired_;        // active neurons, 0 between calls
   DeviceBuffer<uint32_t> arrived_;      // 0 between calls
   DeviceBuffer<float> parts_;           // [clusters, 8, D] parts of y
+  DeviceBuffer<uint32_t> active_;       // [F / 32] a bit per neuron, of portable-batch
   bool rows_prepared_ = false;  // the kernels of up to 8 tokens may take their shared memory
   // Clusters of small batches that fit into the device, in bf16 and in e4m3; 0: not prepared yet.
   int clusters_ = 0, byte_clusters_ = 0;
@@ -97,5 +99,8 @@ void row_stream_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
 // shared memory.
 void portable_rows_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                             FewTokenWorkspace& workspace);
+// Up to kMaxPortableBatch tokens on the same GPUs, without a norm.
+void portable_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
+                             FewTokenWorkspace& workspace);
 
 }  // namespace twell

@@ -156,20 +156,25 @@ TEST_P(FewTokenFfnCudaTest, StreamIsTheDenseLayerToTheBitAndRepeats) {
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
 }
 
-// Up to 8 tokens whose x fits into shared memory.
+// Rows take up to 8 tokens whose x fits into shared memory, batches up to 32.
 TEST_P(FewTokenFfnCudaTest, PortableIsTheDenseLayerToTheBitAndRepeats) {
   TWELL_GPU_TEST();
   Problem problem(GetParam());
-  if (problem.spec.tokens > 8) return;
   FewTokenWorkspace workspace(problem.spec.ffn);
   const auto want = problem.expected();
-  const auto once = problem.run(ctx, stream, workspace, portable_rows_ffn_cuda);
-  expect_equal(once, want, problem.spec.width);
-  const auto counted = download(problem.activity);
-  EXPECT_EQ(counted[0].nnz, problem.nonzeros);
-  EXPECT_EQ(counted[0].tokens, static_cast<unsigned long long>(problem.spec.tokens));
-  const auto again = problem.run(ctx, stream, workspace, portable_rows_ffn_cuda);
-  EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+  unsigned long long calls = 0;
+  for (const FewTokenFfn ffn : {portable_rows_ffn_cuda, portable_batch_ffn_cuda}) {
+    if (problem.spec.tokens > (ffn == portable_rows_ffn_cuda ? 8 : kMaxPortableBatch)) continue;
+    const auto once = problem.run(ctx, stream, workspace, ffn);
+    expect_equal(once, want, problem.spec.width);
+    const auto counted = download(problem.activity);
+    EXPECT_EQ(counted[0].nnz, (calls + 1) * problem.nonzeros);
+    EXPECT_EQ(counted[0].tokens,
+              (calls + 1) * static_cast<unsigned long long>(problem.spec.tokens));
+    const auto again = problem.run(ctx, stream, workspace, ffn);
+    EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
+    calls += 2;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -279,6 +284,17 @@ TEST(FewTokenFfnCuda, OverlappingCallsInAGraphKeepApart) {
                                      few_token_ffn_cuda);
 }
 
+TEST(FewTokenFfnCuda, OverlappingPortableBatchesInAGraphKeepApart) {
+  TWELL_GPU_TEST();
+  expect_calls_in_a_graph_keep_apart(ctx, stream, 2048,
+                                     {{"", 3, 512, 1000, -25},
+                                      {"", 32, 320, 1000, -20},
+                                      {"", 1, 512, 2048, 20},
+                                      {"", 16, 320, 520, -25, false},
+                                      {"", 20, 320, 1000, -20}},
+                                     portable_batch_ffn_cuda);
+}
+
 TEST(FewTokenFfnCuda, OverlappingStreamsInAGraphKeepApart) {
   TWELL_HOPPER_TEST();
   expect_calls_in_a_graph_keep_apart(ctx, stream, 2112,
@@ -357,8 +373,8 @@ TEST(FewTokenFfnCuda, NarrowLayersTakeNoLongerThanWiderOnes) {
 }
 
 TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
-  TWELL_HOPPER_TEST();
-  for (const int64_t tokens : {2, 40}) {
+  TWELL_GPU_TEST();
+  for (const int64_t tokens : {2, 20, 40}) {
     Problem problem({"", tokens, 64, 264, -5});
     const auto want = problem.expected();
     const __nv_bfloat16 nan = __float2bfloat16(NAN);
@@ -366,8 +382,11 @@ TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
         cudaMemcpy(problem.device_x.data() + 64 + 3, &nan, sizeof(nan), cudaMemcpyHostToDevice));
     synchronize_default_stream();
     FewTokenWorkspace workspace(264);
-    for (const FewTokenFfn ffn : {few_token_ffn_cuda, row_stream_ffn_cuda}) {
+    for (const FewTokenFfn ffn :
+         {few_token_ffn_cuda, row_stream_ffn_cuda, portable_batch_ffn_cuda}) {
+      if (ffn != portable_batch_ffn_cuda && ctx.compute_capability() != 90) continue;
       if (ffn == row_stream_ffn_cuda && !streams(problem.spec)) continue;
+      if (ffn == portable_batch_ffn_cuda && tokens > kMaxPortableBatch) continue;
       const auto got = problem.run(ctx, stream, workspace, ffn);
       for (size_t i = 0; i < got.size(); ++i) {
         const float value = __bfloat162float(got[i]);
@@ -379,6 +398,22 @@ TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
       }
     }
   }
+}
+
+TEST(FewTokenFfnCuda, PortableBatchRefusesWhatItCannotDo) {
+  TWELL_GPU_TEST();
+  BatchFfnCuda problem;
+  problem.tokens = 33;
+  problem.width = 64;
+  problem.ffn = 256;
+  FewTokenWorkspace workspace(256);
+  EXPECT_THAT([&] { portable_batch_ffn_cuda(ctx, problem, workspace); },
+              testing::ThrowsMessage<Error>(testing::HasSubstr("[33, 256]")));
+  problem.tokens = 4;
+  const auto norm = upload(std::vector<__nv_bfloat16>(64));
+  problem.norm = norm.data();
+  EXPECT_THAT([&] { portable_batch_ffn_cuda(ctx, problem, workspace); },
+              testing::ThrowsMessage<Error>(testing::HasSubstr("with a norm")));
 }
 
 TEST(FewTokenFfnCuda, RefusesWhatItCannotDo) {

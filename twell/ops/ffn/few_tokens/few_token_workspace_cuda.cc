@@ -10,7 +10,8 @@ FewTokenWorkspace::FewTokenWorkspace(int64_t max_ffn, int64_t max_width)
       hidden_(max_ffn * kMaxFewTokens),
       fired_(max_ffn / few_token::kLeastRows + 1),
       arrived_(1),
-      parts_(kMaxStreams * few_token::kRowTokens * std::min(max_width, kMaxStreamSlice)) {
+      parts_(kMaxStreams * few_token::kRowTokens * std::min(max_width, kMaxStreamSlice)),
+      active_(max_ffn / 32 + 1) {
   TWELL_CUDA_CHECK(cudaMemset(fired_.data(), 0, static_cast<size_t>(fired_.bytes())));
   TWELL_CUDA_CHECK(cudaMemset(arrived_.data(), 0, static_cast<size_t>(arrived_.bytes())));
   TWELL_CUDA_CHECK(cudaStreamSynchronize(nullptr));

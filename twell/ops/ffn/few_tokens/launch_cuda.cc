@@ -34,4 +34,8 @@ void launch_portable_rows(const FfnCallCuda& call) {
   portable_rows_ffn_cuda(call.ctx, batch_ffn(call), call.buffers.few_tokens);
 }
 
+void launch_portable_batch(const FfnCallCuda& call) {
+  portable_batch_ffn_cuda(call.ctx, batch_ffn(call), call.buffers.few_tokens);
+}
+
 }  // namespace twell
