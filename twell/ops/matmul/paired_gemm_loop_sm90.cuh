@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "twell/base/error.h"
 #include "twell/base/rounding.h"
 #include "twell/gpu/sm90/barrier.cuh"
 #include "twell/gpu/sm90/copy.cuh"
@@ -96,12 +97,14 @@ struct Schedule {
 
 struct Ring {
   uint32_t stages;       // of a's and b's tiles
-  uint32_t full, empty;  // their barriers
+  uint32_t gap;          // the caller's bytes, 1024-byte aligned
+  uint32_t full, empty;  // barriers of the stages
 
-  // In dynamic shared memory of kRingBytes + gap; the gap in front of the barriers is left free.
-  __device__ explicit Ring(void* memory, uint32_t gap = 0) {
+  // In dynamic shared memory of kRingBytes + gap_bytes, a multiple of 8.
+  __device__ explicit Ring(void* memory, uint32_t gap_bytes = 0) {
     stages = (gpu::smem_address(memory) + 1023) & ~1023u;
-    full = stages + kStages * kStageBytes + gap;
+    gap = stages + kStages * kStageBytes;
+    full = gap + gap_bytes;
     empty = full + kStages * 8;
   }
   // Called by one thread; cluster_sync must follow.
@@ -163,23 +166,67 @@ __device__ __forceinline__ void multiply_step(float (&acc)[128], uint32_t a, uin
   wgmma_commit();
 }
 
-// Scales of the rows of both operands of a product in 8 bits, in device memory. Those of places
-// outside of the product, where nothing is used, are 0.
+// Scales of the rows of both operands of a product in 8 bits, in device memory.
 struct ScalesOfRows {
   const float* a;  // [M]
-  const float* b;  // [N], N a multiple of 8
+  const float* b;  // [N], N a multiple of 8, 16-byte aligned
   int rows;        // M
   int columns;     // N
 
+  // Returns 0 past the last row, where nothing is used.
   __device__ __forceinline__ float of_row(int row) const {
     return row < rows ? __ldg(a + row) : 0.0f;
   }
-  // Returns the values of two columns from an even one on.
-  __device__ __forceinline__ float2 of_columns(int column) const {
-    if (column >= columns) return {0.0f, 0.0f};
-    return __ldg(reinterpret_cast<const float2*>(b + column));
-  }
 };
+
+// The scales of the columns of output tiles, in shared memory. They arrive with a tile's first
+// k-step, so that no warp waits for device memory between two tiles. The producer is at most
+// kStages tiles ahead, with one k-step per tile, so there are places for one tile more.
+class ColumnScales {
+  static constexpr int kTiles = kStages + 1;
+  static constexpr uint32_t kTileBytes = kTileN * sizeof(float);
+
+ public:
+  static constexpr uint32_t kBytes = kTiles * kTileBytes;
+
+  __device__ __forceinline__ explicit ColumnScales(uint32_t shared) : first_(shared) {}
+  // The producer requests those of a tile before it loads the tile.
+  __device__ __forceinline__ void request(const Producer& producer, const ScalesOfRows& scales,
+                                          int n_tile) {
+    using namespace gpu;
+    const int column = n_tile * kTileN, stage = producer.cursor.stage;
+    const uint32_t bytes = min(scales.columns - column, kTileN) * sizeof(float);
+    const uint32_t landed = producer.ring.full + stage * 8;
+    barrier_wait(producer.ring.empty + stage * 8, producer.cursor.parity);
+    barrier_expect(landed, bytes);
+    bulk_load(place(), scales.b + column, bytes, landed);
+    advance();
+  }
+  // Returns those of two columns of a consumer's tile from an even one on. Past the last column
+  // they are any value.
+  __device__ __forceinline__ float2 of_columns(int column_of_tile) const {
+    float2 scale;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(scale.x), "=f"(scale.y)
+                 : "r"(place() + column_of_tile * 4)
+                 : "memory");
+    return scale;
+  }
+  __device__ __forceinline__ void advance() { tile_ = tile_ + 1 == kTiles ? 0 : tile_ + 1; }
+
+ private:
+  __device__ __forceinline__ uint32_t place() const { return first_ + tile_ * kTileBytes; }
+
+  uint32_t first_;
+  int tile_ = 0;
+};
+
+// Throws if TMA cannot read them; null is allowed.
+inline void check_column_scales(const float* scales) {
+  TWELL_CHECK(reinterpret_cast<uintptr_t>(scales) % 16 == 0,
+              "scales of a weight at {}, which is no multiple of 16 bytes",
+              static_cast<const void*>(scales));
+}
 
 // Products in 8 bits have few k-steps per tile, so that what stands between two tiles would cost
 // them much. Warpgroup 1 starts each tile kLead k-steps behind warpgroup 0, so that one finishes a

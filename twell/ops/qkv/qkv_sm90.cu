@@ -72,15 +72,15 @@ class RotatedTile {
   static constexpr int kSteps = 1 + kHalf + 4;
   static constexpr uint32_t kSharedBytes = 8 * kWarpBytes;
 
+  // In 8 bits with the scales of this lane's rows and of the tile's columns.
   template <bool kBytes>
-  __device__ __forceinline__ void take(const float (&acc)[128], const ScalesOfRows& scales,
-                                       int first_row, int column_tile) {
+  __device__ __forceinline__ void take(const float (&acc)[128], float upper, float lower,
+                                       const ColumnScales& columns, int first_row,
+                                       int column_tile) {
     if constexpr (kBytes) {
-      const int row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-      const float upper = scales.of_row(row), lower = scales.of_row(row + 8);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        const float2 scale = scales.of_columns(column_tile * 256 + 8 * i + threadIdx.x % 4 * 2);
+        const float2 scale = columns.of_columns(8 * i + threadIdx.x % 4 * 2);
         upper_[i] = bf16x2(acc[4 * i] * (upper * scale.x), acc[4 * i + 1] * (upper * scale.y));
         lower_[i] = bf16x2(acc[4 * i + 2] * (lower * scale.x), acc[4 * i + 3] * (lower * scale.y));
       }
@@ -241,12 +241,15 @@ constexpr bool may_spread(int steps, int k_steps) {
 }
 
 template <bool kBytes>
-__device__ __forceinline__ void produce(const Operands& operands, const Ring& ring, uint32_t rank) {
+__device__ __forceinline__ void produce(const Operands& operands, const Target& target,
+                                        const Ring& ring, uint32_t rank) {
   const TileOrder order{operands.m_pairs, operands.n_tiles, operands.group};
   const int clusters = gridDim.x / kCluster;
   Producer producer{ring, rank};
+  ColumnScales column_scales(ring.gap);
   for (int tile = blockIdx.x / kCluster; tile < order.count(); tile += clusters) {
     const int row = (order.m_pair(tile) * kCluster + rank) * kTileM;
+    if constexpr (kBytes) column_scales.request(producer, target.scales, order.n_tile(tile));
     producer.load<kStepColumns<kBytes>>(operands.map_a, row, operands.map_b, order.n_tile(tile),
                                         operands.k_steps);
   }
@@ -262,10 +265,19 @@ __device__ __forceinline__ void consume(const Operands& operands, const Target& 
   float acc[128];
   Epilogue pending;
   RingCursor<kStages> cursor;
+  ColumnScales column_scales(ring.gap);
   // One round more than tiles, without k-steps, runs the last tile's epilogue.
   for (int tile = blockIdx.x / kCluster;; tile += clusters) {
     const int k_steps = tile < order.count() ? operands.k_steps : 0;
     const Stagger<kBytes, 1> stagger(k_steps, warpgroup);
+    const auto first_row = [&] {
+      return (order.m_pair(tile) * kCluster + rank) * kTileM + warpgroup * 64;
+    };
+    float upper = 0.0f, lower = 0.0f;  // scales of this lane's rows
+    if (kBytes && k_steps > 0) {
+      const int row = first_row() + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+      upper = target.scales.of_row(row), lower = target.scales.of_row(row + 8);
+    }
     int previous = 0;
     for (int k = 0; k < k_steps || !pending.done(); ++k) {
       if (k < k_steps) {
@@ -292,12 +304,16 @@ __device__ __forceinline__ void consume(const Operands& operands, const Target& 
     wgmma_wait<0>();
     release(ring, previous);
     if constexpr (kBytes) wgmma_hold(acc);
-    pending.template take<kBytes>(acc, target.scales,
-                                  (order.m_pair(tile) * kCluster + rank) * kTileM + warpgroup * 64,
+    pending.template take<kBytes>(acc, upper, lower, column_scales, first_row(),
                                   order.n_tile(tile));
+    if constexpr (kBytes) column_scales.advance();
   }
   pending.finish();
 }
+
+// Between the ring buffer's stages and its barriers: scales, then what tiles are stored through.
+template <typename Tile, bool kBytes>
+constexpr uint32_t kGapBytes = Tile::kSharedBytes + (kBytes ? ColumnScales::kBytes : 0);
 
 template <int HeadDim, bool Spread, bool kBytes>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
@@ -306,8 +322,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   extern __shared__ uint8_t memory[];
   using namespace gpu;
   using Tile = RotatedTile<HeadDim, Spread>;
-  const Ring ring(memory, Tile::kSharedBytes);
-  const uint32_t shared = ring.stages + kStages * kStageBytes;
+  const Ring ring(memory, kGapBytes<Tile, kBytes>);
+  const uint32_t shared = ring.gap + (kBytes ? ColumnScales::kBytes : 0);
   const uint32_t rank = cluster_rank();
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&operands.map_a);
@@ -315,7 +331,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     ring.init();
   }
   cluster_sync();
-  run_roles([&] { produce<kBytes>(operands, ring, rank); },
+  run_roles([&] { produce<kBytes>(operands, target, ring, rank); },
             [&](int warpgroup) {
               consume<Tile, kBytes>(operands, target, ring, shared, rank, warpgroup);
             });
@@ -323,7 +339,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
 template <int HeadDim, bool Spread, bool kBytes>
 cudaError_t launch(const Operands& operands, const Target& target, int ctas, cudaStream_t stream) {
-  constexpr uint32_t kShared = kRingBytes + RotatedTile<HeadDim, Spread>::kSharedBytes;
+  constexpr uint32_t kShared = kRingBytes + kGapBytes<RotatedTile<HeadDim, Spread>, kBytes>;
   const auto kernel = qkv_sm90_kernel<HeadDim, Spread, kBytes>;
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
@@ -377,6 +393,7 @@ void qkv_cuda(CudaContext& ctx, const QkvCuda& problem) {
   const RopeCuda& rope = problem.rope;
   TWELL_CHECK(supported(ctx, problem), "fused projection of {} heads of {} from width {} on {}",
               rope.heads, rope.head_dim, problem.width, ctx.device_name());
+  check_column_scales(problem.w_bytes.scales);
   if (rope.tokens == 0) return;
   const int64_t columns = (rope.heads + 2 * rope.kv_heads) * rope.head_dim;
   const Target target{

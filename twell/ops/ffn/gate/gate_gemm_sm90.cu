@@ -122,17 +122,16 @@ class PackedTile {
     clear_up_to<N>(cut);
   }
 
-  // The same of a product in 8 bits, whose first row and column these are.
+  // The same of a product in 8 bits: the scales of this lane's rows, and of the tile's columns, of
+  // which it has N from `first_column` on.
   template <int N>
-  __device__ __forceinline__ void take_scaled(const float (&acc)[128], uint32_t cut,
-                                              const paired_gemm::ScalesOfRows& scales,
-                                              int first_row, int first_column) {
-    const int row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  __device__ __forceinline__ void take_scaled(const float (&acc)[128], uint32_t cut, float upper,
+                                              float lower, const paired_gemm::ColumnScales& columns,
+                                              int first_column) {
     const int column = first_column + 2 * (threadIdx.x % 4);
-    const float upper = scales.of_row(row), lower = scales.of_row(row + 8);
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
-      const float2 scale = scales.of_columns(column + 8 * i);
+      const float2 scale = columns.of_columns(column + 8 * i);
       upper_[i] = relu_bf16x2(acc[4 * i] * (upper * scale.x), acc[4 * i + 1] * (upper * scale.y));
       lower_[i] =
           relu_bf16x2(acc[4 * i + 2] * (lower * scale.x), acc[4 * i + 3] * (lower * scale.y));
@@ -378,6 +377,7 @@ __device__ __forceinline__ void pack_row(uint32_t staged, int r, int row, int ti
   }
 }
 
+using paired_gemm::ColumnScales;
 using paired_gemm::kBytesA;
 using paired_gemm::kBytesB;
 using paired_gemm::kConsumers;
@@ -396,6 +396,7 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
   const UnitOrder order = params.order;
   const int clusters = gridDim.x / kCluster;
   Producer producer{ring, rank};
+  ColumnScales column_scales(ring.gap);
   for (int index = blockIdx.x / kCluster; index < order.count(); index += clusters) {
     if (index + clusters >= order.count()) {
       // This is the last unit. Kernels that start from here on rely on our predecessor having
@@ -404,6 +405,7 @@ __device__ __forceinline__ void produce(const Params& params, const Ring& ring, 
       gpu::allow_next_kernel();
     }
     const Unit unit = order.locate(index, rank);
+    if constexpr (kBytes) column_scales.request(producer, params.scales, unit.n_tile);
     producer.load<paired_gemm::kStepColumns<kBytes>>(
         unit.half ? params.map_x_half : params.map_x, unit.row, params.map_w, unit.n_tile,
         params.k_steps, unit.half ? kStageBytes - kBytesA / 2 : kStageBytes);
@@ -447,7 +449,9 @@ struct PackedUnits {
   }
 };
 
-constexpr uint32_t kSharedBytes = paired_gemm::kRingBytes + PackedUnits::kBytes;
+// Between the ring buffer's stages and its barriers.
+template <bool kBytes>
+constexpr uint32_t kGapBytes = PackedUnits::kBytes + (kBytes ? ColumnScales::kBytes : 0);
 
 constexpr int kStaggerBarrier = 2;
 
@@ -459,6 +463,7 @@ struct Consumer {
   const PackedUnits& units;
   const int warpgroup;
   gpu::RingCursor<kStages> cursor{};
+  ColumnScales column_scales{ring.gap};
   PackedTile pending;
 
   // Computes 64 tokens by N neurons of a unit. The warpgroups of a whole unit take different
@@ -469,6 +474,12 @@ struct Consumer {
     const uint32_t a = ring.stages + (N == kTileN ? warpgroup * (kBytesA / 2) : 0);
     const uint32_t b = ring.stages + kBytesA + (N == kTileN ? 0 : warpgroup * (kBytesB / 2));
     const paired_gemm::Stagger<kBytes, kStaggerBarrier> stagger(params.k_steps, warpgroup);
+    float upper = 0.0f, lower = 0.0f;  // scales of this lane's rows
+    if constexpr (kBytes) {
+      const int row = unit.row + (N == kTileN ? warpgroup * 64 : 0) + threadIdx.x % 128 / 32 * 16 +
+                      threadIdx.x % 32 / 4;
+      upper = params.scales.of_row(row), lower = params.scales.of_row(row + 8);
+    }
     int previous = 0;
     for (int k = 0; k < params.k_steps || !pending.done(); ++k) {
       if (k < params.k_steps) {
@@ -499,9 +510,9 @@ struct Consumer {
     release(ring, previous);
     if constexpr (kBytes) {
       wgmma_hold(acc);
-      pending.take_scaled<N>(acc, params.cut, params.scales,
-                             unit.row + (N == kTileN ? warpgroup * 64 : 0),
-                             unit.n_tile * kTileN + (N == kTileN ? 0 : warpgroup * N));
+      pending.take_scaled<N>(acc, params.cut, upper, lower, column_scales,
+                             N == kTileN ? 0 : warpgroup * N);
+      column_scales.advance();
     } else {
       pending.take<N>(acc, params.cut);
     }
@@ -560,7 +571,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gate_gemm_sm90_kernel(const __grid_constant__ Params params) {
   using namespace gpu;
   extern __shared__ uint8_t memory[];
-  const Ring ring(memory, PackedUnits::kBytes);
+  const Ring ring(memory, kGapBytes<kBytes>);
   const PackedUnits units(ring);
   const uint32_t rank = cluster_rank();
   if (threadIdx.x == 0) {
@@ -585,6 +596,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 // Clears row_nnz and the words of params.packed first. ctas is a multiple of kCluster.
 template <bool kBytes>
 cudaError_t launch(const Params& params, int64_t progress_words, int ctas, cudaStream_t stream) {
+  constexpr uint32_t kSharedBytes = paired_gemm::kRingBytes + kGapBytes<kBytes>;
   const auto kernel = gate_gemm_sm90_kernel<kBytes>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
@@ -628,6 +640,7 @@ void gate_gemm_cuda(CudaContext& ctx, const GateGemmCuda& problem) {
               problem.out.shape.max_spill_slots());
   TWELL_CHECK(!problem.in_bytes() || problem.width % 16 == 0,
               "gate GEMM in 8 bits: width {} must be a multiple of 16", problem.width);
+  paired_gemm::check_column_scales(problem.w_gate_bytes.scales);
   if (problem.tokens == 0) return;
   const Schedule schedule(ctx.multiprocessors(), problem.tokens, problem.ffn);
   Params params;
