@@ -113,7 +113,7 @@ TEST(QkvCuda, EqualsProductAndRotationOverManyTiles) {
   }
 }
 
-// In e4m3, which holds signs exactly, with scales whose product is 1: the same sums, of up to 2,048
+// In e4m3, which holds signs exactly, with scales of powers of two: the same sums, of up to 2,048
 // in size, which the tensor cores add exactly.
 TEST(QkvCuda, InBytesEqualsProductAndRotation) {
   TWELL_HOPPER_TEST();
@@ -129,11 +129,12 @@ TEST(QkvCuda, InBytesEqualsProductAndRotation) {
     };
     const auto x = upload(narrowed(signs_x)), w = upload(narrowed(signs_w));
     const auto x_bytes = upload(bytes_of(signs_x)), w_bytes = upload(bytes_of(signs_w));
-    std::vector<float> of_x(static_cast<size_t>(tokens), 4.0f);
-    std::vector<float> of_w(static_cast<size_t>(o.columns), 0.25f);
     // Products with other scales are exact multiples.
-    of_x[0] = 8.0f;
-    of_w[3] = 0.5f;
+    std::vector<float> of_x, of_w;
+    for (int64_t m = 0; m < tokens; ++m)
+      of_x.push_back(std::ldexp(4.0f, static_cast<int>(m % 3) - 1));
+    for (int64_t n = 0; n < o.columns; ++n)
+      of_w.push_back(std::ldexp(0.25f, static_cast<int>(n % 5) - 2));
     const auto x_scales = upload(of_x), w_scales = upload(of_w);
     const auto want = poisoned<__nv_bfloat16>(tokens * o.columns);
     linear_cuda(ctx, {.rows = tokens,
@@ -143,13 +144,10 @@ TEST(QkvCuda, InBytesEqualsProductAndRotation) {
                       .w = w.data(),
                       .y = want.data()});
     auto scaled = download(want);
-    for (int64_t n = 0; n < o.columns; ++n) {
-      auto& value = scaled[static_cast<size_t>(n)];
-      value = __float2bfloat16(2.0f * __bfloat162float(value));
-    }
-    for (int64_t m = 0; m < tokens; ++m) {
-      auto& value = scaled[static_cast<size_t>(m * o.columns + 3)];
-      value = __float2bfloat16(2.0f * __bfloat162float(value));
+    for (size_t i = 0; i < scaled.size(); ++i) {
+      const size_t columns = of_w.size();
+      const float scale = of_x[i / columns] * of_w[i % columns];
+      scaled[i] = __float2bfloat16(scale * __bfloat162float(scaled[i]));
     }
     const auto rotated = upload(scaled);
     TWELL_CUDA_CHECK(launch_rope(o.in_place(rotated.data()), stream.get()));

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -23,8 +24,10 @@ namespace {
 struct Implementation {
   const char* name;
   void (*run)(CudaContext&, const GateGemmCuda&);
-  bool bytes = false;  // on operands in e4m3, with scales of 1/2 and 2
+  bool bytes = false;  // on operands in e4m3, with scales of powers of two
 };
+float scale_of_token(int64_t row) { return std::ldexp(0.5f, static_cast<int>(row % 3)); }
+float scale_of_neuron(int64_t column) { return std::ldexp(2.0f, static_cast<int>(column % 7) - 3); }
 constexpr Implementation kHopper{"Hopper", gate_gemm_cuda};
 constexpr Implementation kHopperBytes{"HopperBytes", gate_gemm_cuda, true};
 constexpr Implementation kPortable{"Portable", gate_gemm_sm80_cuda};
@@ -49,11 +52,12 @@ struct PackedGate {
   std::vector<uint16_t> spill;
   std::vector<int32_t> row_nnz;
   TwellPacked packed;  // of the host copies
+  bool bytes;
 
   PackedGate(const Implementation& gate_gemm, CudaContext& ctx, const CudaStream& stream,
              const TwellShape& shape_in, int64_t width, const std::vector<int>& x,
              const std::vector<int>& w, int graph_replays = 0)
-      : shape(shape_in) {
+      : shape(shape_in), bytes(gate_gemm.bytes) {
     const auto device_x = upload(to_bf16s(x));
     const auto device_w = upload(to_bf16s(w));
     const auto device_words = poisoned<uint32_t>(shape.words());
@@ -67,11 +71,14 @@ struct PackedGate {
     problem.w_gate = device_w.data();
     DeviceBuffer<uint8_t> x_bytes, w_bytes;
     DeviceBuffer<float> x_scales, w_scales;
-    if (gate_gemm.bytes) {
+    if (bytes) {
+      std::vector<float> of_x, of_w;
+      for (int64_t row = 0; row < shape.rows; ++row) of_x.push_back(scale_of_token(row));
+      for (int64_t n = 0; n < shape.cols; ++n) of_w.push_back(scale_of_neuron(n));
       x_bytes = upload(to_bytes(x));
       w_bytes = upload(to_bytes(w));
-      x_scales = upload(std::vector<float>(static_cast<size_t>(shape.rows), 0.5f));
-      w_scales = upload(std::vector<float>(static_cast<size_t>(shape.cols), 2.0f));
+      x_scales = upload(of_x);
+      w_scales = upload(of_w);
       problem.x = problem.w_gate = nullptr;
       problem.x_bytes = {x_bytes.data(), x_scales.data()};
       problem.w_gate_bytes = {w_bytes.data(), w_scales.data()};
@@ -111,7 +118,8 @@ struct PackedGate {
           sum +=
               x[static_cast<size_t>(row * width + k)] * w[static_cast<size_t>(column * width + k)];
         }
-        const float want = to_float(to_bf16(static_cast<float>(std::max(sum, 0))));
+        const float scale = bytes ? scale_of_token(row) * scale_of_neuron(column) : 1.0f;
+        const float want = to_float(to_bf16(scale * static_cast<float>(std::max(sum, 0))));
         ASSERT_EQ(got[static_cast<size_t>(column)], want) << "row " << row << " column " << column;
       }
     }
