@@ -228,28 +228,6 @@ inline void check_column_scales(const float* scales) {
               static_cast<const void*>(scales));
 }
 
-// Products in 8 bits have few k-steps per tile, so that what stands between two tiles would cost
-// them much. Warpgroup 1 starts each tile kLead k-steps behind warpgroup 0, so that one finishes a
-// tile while the other multiplies. Both pass `start` and `step` of every tile; with fewer k-steps
-// than stages warpgroup 0 could arrive for two tiles before warpgroup 1 does, so they do not wait.
-template <bool kBytes, int kBarrier>
-struct Stagger {
-  static constexpr int kLead = 2;
-  const bool leads;
-  const int warpgroup;
-
-  __device__ __forceinline__ Stagger(int k_steps, int warpgroup_in)
-      : leads(kBytes && k_steps >= kStages), warpgroup(warpgroup_in) {
-    if (leads && warpgroup == 1) gpu::named_barrier(kBarrier, kConsumers * 128);
-  }
-  // Called after the products of k-step k.
-  __device__ __forceinline__ void step(int k) const {
-    if (leads && warpgroup == 0 && k == kLead - 1) {
-      gpu::named_barrier_arrive(kBarrier, kConsumers * 128);
-    }
-  }
-};
-
 // Called by a consumer warpgroup: one thread tells both CTAs, because both fill this CTA's stages.
 __device__ __forceinline__ void release(const Ring& ring, int stage) {
   const int thread = threadIdx.x % 128;

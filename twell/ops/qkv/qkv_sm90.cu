@@ -269,7 +269,6 @@ __device__ __forceinline__ void consume(const Operands& operands, const Target& 
   // One round more than tiles, without k-steps, runs the last tile's epilogue.
   for (int tile = blockIdx.x / kCluster;; tile += clusters) {
     const int k_steps = tile < order.count() ? operands.k_steps : 0;
-    const Stagger<kBytes, 1> stagger(k_steps, warpgroup);
     const auto first_row = [&] {
       return (order.m_pair(tile) * kCluster + rank) * kTileM + warpgroup * 64;
     };
@@ -285,7 +284,6 @@ __device__ __forceinline__ void consume(const Operands& operands, const Target& 
         const uint32_t stage = ring.stages + cursor.stage * kStageBytes;
         multiply_step<kTileN, kBytes>(acc, stage + warpgroup * (kBytesA / 2), stage + kBytesA,
                                       k > 0);
-        stagger.step(k);
       }
       if (k > 0 && k < k_steps) {
         wgmma_wait<1>();

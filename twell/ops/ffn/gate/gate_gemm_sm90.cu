@@ -453,8 +453,6 @@ struct PackedUnits {
 template <bool kBytes>
 constexpr uint32_t kGapBytes = PackedUnits::kBytes + (kBytes ? ColumnScales::kBytes : 0);
 
-constexpr int kStaggerBarrier = 2;
-
 // State of a consumer warpgroup, kept across units.
 template <bool kBytes>
 struct Consumer {
@@ -473,7 +471,6 @@ struct Consumer {
     using namespace gpu;
     const uint32_t a = ring.stages + (N == kTileN ? warpgroup * (kBytesA / 2) : 0);
     const uint32_t b = ring.stages + kBytesA + (N == kTileN ? 0 : warpgroup * (kBytesB / 2));
-    const paired_gemm::Stagger<kBytes, kStaggerBarrier> stagger(params.k_steps, warpgroup);
     float upper = 0.0f, lower = 0.0f;  // scales of this lane's rows
     if constexpr (kBytes) {
       const int row = unit.row + (N == kTileN ? warpgroup * 64 : 0) + threadIdx.x % 128 / 32 * 16 +
@@ -486,7 +483,6 @@ struct Consumer {
         barrier_wait(ring.full + cursor.stage * 8, cursor.parity);
         const uint32_t offset = cursor.stage * kStageBytes;
         multiply_step<N, kBytes>(acc, a + offset, b + offset, k > 0);
-        stagger.step(k);
       }
       if (k > 0 && k < params.k_steps) {
         wgmma_wait<1>();
