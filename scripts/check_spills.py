@@ -28,6 +28,7 @@ SOURCES = ["twell/**/*.cu", "bench/*.cu"]
 
 # {kernel: ({architecture: most bytes}, why that is right)}. A kernel is named as in its source; an
 # architecture that is not named may have as much as any that is.
+_PER_TILE = "one value, read once per tile, in e4m3 alone: all registers are given out"
 _CTAS = "its launch bounds leave no more registers, so that several CTAs fit on an SM"
 ALLOWED = {
     "attention_decode_group_kernel": ({"sm_80": 144, "sm_86": 160, "sm_89": 160, "sm_90": 40},
@@ -36,6 +37,7 @@ ALLOWED = {
                                        _CTAS),
     "expand_kernel": ({"sm_80": 16, "sm_90": 16}, _CTAS),
     "find_unions_kernel": ({"sm_80": 0, "sm_90": 8, "sm_120": 16}, _CTAS),
+    "gate_gemm_sm90_kernel": ({"sm_90a": 8}, _PER_TILE),
     "gathered_gemm_sm90_kernel": ({"sm_90a": 48},
                                   "at 168 registers, and only where columns have scales (e4m3)"),
     "head_norm_backward_kernel": ({"sm_80": 32, "sm_90": 32},
@@ -47,6 +49,7 @@ ALLOWED = {
     "light_rows_kernel": ({"sm_80": 0, "sm_90": 0, "sm_120": 8},
                           "at 48 registers, by ptxas' own choice, for the narrowest rows"),
     "piece_kernel": ({"sm_80": 0, "sm_90": 0, "sm_100": 8}, "at 39 registers, by ptxas' own choice"),
+    "qkv_sm90_kernel": ({"sm_90a": 8}, _PER_TILE),
     "rms_norm_backward_kernel": ({"sm_80": 8, "sm_90": 16},
                                  "at 255 registers, in the instance for the widest rows alone"),
     "rotate_warp_kernel": ({"sm_80": 56, "sm_90": 0},
