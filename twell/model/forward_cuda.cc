@@ -2,7 +2,6 @@
 #include "twell/model/forward_cuda.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "twell/base/profile_range.h"
 #include "twell/base/rounding.h"
@@ -221,9 +220,7 @@ void ForwardCuda::enqueue(int32_t* row_nnz, const ForwardHooksCuda& hooks) {
     enqueue_decode_layers(hooks);
   } else {
     for (int64_t layer = 0; layer < config_.layers; ++layer) {
-      if (model_.in_bytes()) {
-        enqueue_byte_layer(layer, row_nnz, hooks);
-      } else if (path == route::LayersPath::kFewKernels) {
+      if (path == route::LayersPath::kFewKernels) {
         enqueue_few_tokens_layer(layer);
       } else {
         enqueue_layer(layer, row_nnz, hooks);

@@ -160,17 +160,22 @@ class ForwardCuda {
   void find_sparse_layers();
   // The alternatives of route::LayersPath: the first two run one layer, the third all layers.
   void enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
-  // The same with projections in e4m3.
-  void enqueue_byte_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks);
-  void project_bytes(int64_t layer);
   bool takes_few_bytes() const;
-  // residual_ += bytes() w^T, w [D, inner].
-  void add_product_bytes(const ByteRowsCuda& w, int64_t inner);
+  // The layer's output projection of attended_ is added to residual_.
+  void project_attended(int64_t layer);
+  void project_attended_bytes(int64_t layer);
   // Residual to bytes_, [M, D]; `rows` as for norm().
   void norm_bytes(const BF16* weight, const int32_t* rows = nullptr) const;
   // logits() with a head in e4m3: hidden states are quantised per token, in bytes_.
   void logits_of_bytes(const __nv_bfloat16* hidden, int64_t rows, float* out) const;
+  // A projection's input in e4m3, and a layer's weights; empty where they are in bf16.
   ByteRowsCuda bytes() const { return {bytes_.values.data(), bytes_.scales.data()}; }
+  LayerBytesCuda bytes_of(int64_t layer) const {
+    return model_.in_bytes() ? model_.layer_bytes(layer) : LayerBytesCuda{};
+  }
+  // The input in bf16; null where it is in e4m3.
+  const __nv_bfloat16* normed() const { return model_.in_bytes() ? nullptr : hidden_.data(); }
+  FfnWeightsCuda ffn_weights(int64_t layer) const;
   route::LayersPath choose_path(bool observed, bool one_kernel) const;
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
@@ -190,10 +195,14 @@ class ForwardCuda {
   // The layer's q/k/v product of x (through the RMS norm with these weights, unless null), whose
   // keys and values go into the cache.
   layer_ops::Qkv cached_qkv(int64_t layer, const __nv_bfloat16* x, const BF16* norm) const;
-  void project(int64_t layer);  // hidden to rotated queries, keys and values
+  void project(int64_t layer);  // what norm_input() wrote to rotated queries, keys and values
   // Residual to hidden; `rows`: the row of each token there, null: its own.
   void norm(const BF16* weight, const int32_t* rows = nullptr, float scale = 1.0f) const;
-  // The same for a feed-forward layer that reads `rotated` behind this gate's screen.
+  // Residual to the input of a projection: hidden, or bytes_.
+  void norm_input(const BF16* weight, const int32_t* rows = nullptr) const {
+    model_.in_bytes() ? norm_bytes(weight, rows) : norm(weight, rows);
+  }
+  // The same as norm() for a feed-forward layer that reads `rotated` behind this gate's screen.
   void norm_rotated(const BF16* weight, const FfnForwardCuda& ffn, const int32_t* rows) const;
   // Device memory of 8-bit copies of the gates and of hidden_, and these.
   static int64_t rotated_bytes(const CudaContext& ctx, const ModelConfig& config,

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layers of a forward in bf16, by each path of ops/route: op by op, as few kernels, as one.
-#include <algorithm>
-
+// The layers of a forward by each path of ops/route: op by op, as few kernels, as one.
 #include "twell/base/profile_range.h"
 #include "twell/model/forward_cuda.h"
 #include "twell/model/qkv.h"
 #include "twell/ops/bias/bias_cuda.h"
+#include "twell/ops/matmul/byte_linear_cuda.h"
 #include "twell/ops/matmul/linear_cuda.h"
 #include "twell/ops/qkv/qkv_cuda.h"
 #include "twell/ops/rms_norm/rms_norm_cuda.h"
@@ -24,7 +23,8 @@ layer_ops::Qkv ForwardCuda::cached_qkv(int64_t layer, const __nv_bfloat16* x,
                     .x = x,
                     .norm = device_bf16(norm),
                     .eps = config_.stream_eps(),
-                    .constant_weights = true},
+                    .constant_weights = true,
+                    .x_bytes = bytes()},
           .heads = config_.heads,
           .kv_heads = config_.kv_heads,
           .head_dim = config_.head_dim,
@@ -37,13 +37,13 @@ layer_ops::Qkv ForwardCuda::cached_qkv(int64_t layer, const __nv_bfloat16* x,
           .q = qkv_.data(),
           .q_stride = qkv_width(config_),
           .keys = to.keys,
-          .values = to.values};
+          .values = to.values,
+          .w_bytes = bytes_of(layer).qkv};
 }
 
 void ForwardCuda::project(int64_t layer) {
   const BatchArrays batch = batch_.device(staged_.tokens, staged_.sequences);
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
-  const bool cached = staged_.cache != nullptr;
   const NewRows to = new_rows(layer);
   const RopeCuda rope{.tokens = staged_.tokens,
                       .heads = config_.heads,
@@ -57,26 +57,40 @@ void ForwardCuda::project(int64_t layer) {
                       .keys = to.keys,
                       .values = to.values,
                       .cache_rows = to.rows};
-  const QkvCuda fused{
-      .width = config_.width, .x = hidden_.data(), .w = device_bf16(w.w_qkv.data), .rope = rope};
+  const QkvCuda fused{.width = config_.width,
+                      .x = normed(),
+                      .w = device_bf16(w.w_qkv.data),
+                      .rope = rope,
+                      .x_bytes = bytes(),
+                      .w_bytes = bytes_of(layer).qkv};
   if (!config_.qk_norm && qkv_is_fused(ctx_, fused)) {
     qkv_cuda(ctx_, fused);
     return;
   }
-  if (cached && !config_.qk_norm && ctx_.compute_capability() == 90) {
-    const layer_ops::Qkv few = cached_qkv(layer, hidden_.data(), nullptr);
-    if (batch_ops::takes(few)) {
-      TWELL_CUDA_CHECK(batch_ops::launch_qkv(few, ctx_.stream()));
+  const bool few = model_.in_bytes() ? takes_few_bytes() : ctx_.compute_capability() == 90;
+  if (few && staged_.cache != nullptr && !config_.qk_norm) {
+    const layer_ops::Qkv problem = cached_qkv(layer, normed(), nullptr);
+    if (batch_ops::takes(problem)) {
+      TWELL_CUDA_CHECK(batch_ops::launch_qkv(problem, ctx_.stream()));
       return;
     }
   }
-  linear_cuda(ctx_, {.rows = padded_tokens(),
-                     .cols = w.w_qkv.rows,
-                     .inner = w.w_qkv.cols,
-                     .x = hidden_.data(),
-                     .w = device_bf16(w.w_qkv.data),
-                     .y = qkv_.data(),
-                     .constant_weights = true});
+  if (model_.in_bytes()) {
+    byte_linear_cuda(ctx_, {.rows = padded_tokens(),
+                            .cols = qkv_width(config_),
+                            .inner = config_.width,
+                            .x = bytes(),
+                            .w = bytes_of(layer).qkv,
+                            .y = qkv_.data()});
+  } else {
+    linear_cuda(ctx_, {.rows = padded_tokens(),
+                       .cols = w.w_qkv.rows,
+                       .inner = w.w_qkv.cols,
+                       .x = hidden_.data(),
+                       .w = device_bf16(w.w_qkv.data),
+                       .y = qkv_.data(),
+                       .constant_weights = true});
+  }
   if (config_.qk_norm) {
     TWELL_CUDA_CHECK(launch_head_norm({.tokens = staged_.tokens,
                                        .heads = config_.heads,
@@ -92,6 +106,46 @@ void ForwardCuda::project(int64_t layer) {
   TWELL_CUDA_CHECK(launch_rope(rope, ctx_.stream()));
 }
 
+void ForwardCuda::project_attended(int64_t layer) {
+  const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
+  if (model_.in_bytes()) {
+    project_attended_bytes(layer);
+  } else {
+    linear_cuda(ctx_, {.rows = padded_tokens(),
+                       .cols = config_.width,
+                       .inner = config_.q_width(),
+                       .x = attended_.data(),
+                       .w = device_bf16(w.w_o.data),
+                       .y = residual_.data(),
+                       .add = true,
+                       .constant_weights = true});
+  }
+  if (w.b_o == nullptr) return;
+  TWELL_CUDA_CHECK(launch_bias_forward({.tokens = staged_.tokens,
+                                        .width = config_.width,
+                                        .bias = device_bf16(w.b_o),
+                                        .x = residual_.data()},
+                                       ctx_.stream()));
+}
+
+FfnWeightsCuda ForwardCuda::ffn_weights(int64_t layer) const {
+  const auto& w = model_.weights().layers[static_cast<size_t>(layer)].ffn;
+  const LayerBytesCuda in_bytes = bytes_of(layer);
+  return {.w_gate = device_bf16(w.w_gate.data),
+          .w_up = device_bf16(w.w_up.data),
+          .w_down = device_bf16(w.w_down.data),
+          .activation = config_.activation,
+          .b_gate = device_bf16(w.b_gate),
+          .b_up = device_bf16(w.b_up),
+          .b_down = device_bf16(w.b_down),
+          .screen = rotated_gate(layer),
+          .threshold = threshold(),
+          .gate_bytes = in_bytes.gate,
+          .up_bytes = in_bytes.up,
+          .down_bytes = in_bytes.down,
+          .down_rows = down_rows(layer)};
+}
+
 void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHooksCuda& hooks) {
   const auto done = [&](ForwardStage stage) {
     if (hooks.after_stage) hooks.after_stage(stage);
@@ -99,7 +153,7 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
   const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
   const ProfileRange whole("layer", layer);
   ProfileRange stage("norm");
-  norm(w.attention_norm);
+  norm_input(w.attention_norm);
   done(ForwardStage::kNorm);
   stage.next("qkv");
   project(layer);
@@ -108,38 +162,17 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
   attention(layer);
   done(ForwardStage::kAttention);
   stage.next("output");
-  linear_cuda(ctx_, {.rows = padded_tokens(),
-                     .cols = config_.width,
-                     .inner = config_.q_width(),
-                     .x = attended_.data(),
-                     .w = device_bf16(w.w_o.data),
-                     .y = residual_.data(),
-                     .add = true,
-                     .constant_weights = true});
-  if (w.b_o != nullptr) {
-    TWELL_CUDA_CHECK(launch_bias_forward({.tokens = staged_.tokens,
-                                          .width = config_.width,
-                                          .bias = device_bf16(w.b_o),
-                                          .x = residual_.data()},
-                                         ctx_.stream()));
-  }
+  project_attended(layer);
   done(ForwardStage::kOutput);
   stage.next("norm");
   FfnForwardCuda ffn{.tokens = staged_.tokens,
                      .rows = padded_tokens(),
-                     .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
-                                 .w_up = device_bf16(w.ffn.w_up.data),
-                                 .w_down = device_bf16(w.ffn.w_down.data),
-                                 .activation = config_.activation,
-                                 .b_gate = device_bf16(w.ffn.b_gate),
-                                 .b_up = device_bf16(w.ffn.b_up),
-                                 .b_down = device_bf16(w.ffn.b_down),
-                                 .screen = rotated_gate(layer),
-                                 .threshold = threshold()},
-                     .x = hidden_.data(),
+                     .weights = ffn_weights(layer),
+                     .x = normed(),
                      .y = residual_.data(),
                      .row_nnz = row_nnz == nullptr ? nullptr : row_nnz + layer * staged_.tokens,
                      .add = true,
+                     .x_bytes = bytes(),
                      .rotated = {.values = rotated_hidden_.data(), .bounds = token_bounds_.data()}};
   // Whoever observes the layers expects rows in the order of the tokens.
   const bool in_order = !sorts_rows() || row_nnz != nullptr || hooks.ffn ||
@@ -150,7 +183,7 @@ void ForwardCuda::enqueue_layer(int64_t layer, int32_t* row_nnz, const ForwardHo
   if (ffn_reads_rotated(ffn, ffn_plans_[layer], ffn_)) {
     norm_rotated(w.ffn_norm, ffn, rows);
   } else {
-    norm(w.ffn_norm, rows);
+    norm_input(w.ffn_norm, rows);
   }
   done(ForwardStage::kNorm);
   stage.next("ffn");
@@ -192,11 +225,7 @@ void ForwardCuda::enqueue_few_tokens_layer(int64_t layer) {
   stage.next("norm, ffn");
   ffn_forward_cuda(ctx_,
                    {.tokens = staged_.tokens,
-                    .weights = {.w_gate = device_bf16(w.ffn.w_gate.data),
-                                .w_up = device_bf16(w.ffn.w_up.data),
-                                .w_down = device_bf16(w.ffn.w_down.data),
-                                .activation = config_.activation,
-                                .threshold = threshold()},
+                    .weights = ffn_weights(layer),
                     .x = residual_.data(),
                     .y = residual_.data(),
                     .norm = device_bf16(w.ffn_norm),
