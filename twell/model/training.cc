@@ -431,8 +431,8 @@ void check_documents(std::span<const int64_t> documents, MicroBatchShape shape) 
 TrainingResult forward_backward(Context& ctx, const Model& model, const TrainingBatch& batch,
                                 TrainingState& state, std::span<float> d_flat) {
   check_batch(model.config, batch, state.activations().shape);
-  TWELL_CHECK(std::ssize(d_flat) == model.config.parameter_count(),
-              "{} gradients for {} parameters", d_flat.size(), model.config.parameter_count());
+  TWELL_CHECK(std::ssize(d_flat) == model.flat.size(), "{} gradients for {} parameters",
+              d_flat.size(), model.flat.size());
   return TrainingPass(ctx, model, batch, state.activations(), d_flat.data()).run();
 }
 

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "twell/base/profile_range.h"
+#include "twell/base/rounding.h"
 #include "twell/model/model_cuda.h"
 #include "twell/model/named_carver.h"
 #include "twell/model/qkv.h"
@@ -427,13 +428,6 @@ void TrainingCuda::stage(std::span<const int32_t> inputs, std::span<const int32_
 }
 
 std::string cuda_training_unsupported(const ModelConfig& config, int64_t length) {
-  if (config.mlp_bias && config.ffn % 8 != 0) {
-    return fmt::format(
-        "the GPU trains feed-forward layers with biases (mlp_bias) where the intermediate_size is "
-        "a "
-        "multiple of 8, got {}; use --device cpu",
-        config.ffn);
-  }
   if (std::string why = cuda_model_unsupported(config); !why.empty()) return why;
   const std::string why = attention_train_unsupported(config.head_dim, length);
   return why.empty() ? why : why + "; use --device cpu";
@@ -832,8 +826,8 @@ class TrainingCuda::Pass {
       clear(d.b_o, config_.width);
       clear(d.q_norm, config_.head_dim);
       clear(d.k_norm, config_.head_dim);
-      clear(d.ffn.b_gate, config_.ffn);
-      clear(d.ffn.b_up, config_.ffn);
+      clear(d.ffn.b_gate, round_up(config_.ffn, int64_t{8}));  // with the padding
+      clear(d.ffn.b_up, round_up(config_.ffn, int64_t{8}));
       clear(d.ffn.b_down, config_.width);
     }
     clear(grads_.final_norm, config_.width);

@@ -148,7 +148,7 @@ TEST_P(GradientTest, AgreesWithFiniteDifferencesOfTheWholeModel) {
   Context ctx(2);
   for (const FfnTrainPolicy policy : {FfnTrainPolicy::kDense, FfnTrainPolicy::kHybrid}) {
     TrainingState state(config, shape);
-    Buffer<float> grad(config.parameter_count());
+    Buffer<float> grad(model.flat.size());
     TrainingBatch batch = whole_step(data);
     batch.policy = policy;
     const TrainingResult result = forward_backward(ctx, model, batch, state, grad.span());

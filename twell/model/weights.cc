@@ -7,6 +7,7 @@
 
 #include "twell/base/error.h"
 #include "twell/base/rng.h"
+#include "twell/base/rounding.h"
 
 namespace twell {
 namespace {
@@ -38,7 +39,7 @@ void for_each_parameter(const ModelConfig& config, ModelMatrices<T, View>& model
   int64_t offset = 0;
   const auto add = [&](ParamSpec spec, auto& view) {
     spec.offset = offset;
-    offset += spec.size();
+    offset += spec.size() + spec.padding;
     use(spec, view);
   };
   const auto matrix = [&](std::string name, View& view, int64_t rows, int64_t cols,
@@ -83,8 +84,17 @@ void for_each_parameter(const ModelConfig& config, ModelMatrices<T, View>& model
     matrix(name("mlp.up_proj"), layer.ffn.w_up, config.ffn, width);
     matrix(name("mlp.down_proj"), layer.ffn.w_down, config.ffn, width, /*transposed=*/true);
     if (config.mlp_bias) {
-      if (config.gated) bias("mlp.gate_proj", layer.ffn.b_gate, config.ffn);
-      bias("mlp.up_proj", layer.ffn.b_up, config.ffn);
+      const auto neuron_bias = [&](const char* part, T*& view) {
+        add({.name = fmt::format("model.layers.{}.{}.bias", i, part),
+             .rows = 1,
+             .cols = config.ffn,
+             .is_vector = true,
+             .is_bias = true,
+             .padding = round_up(config.ffn, int64_t{8}) - config.ffn},
+            view);
+      };
+      if (config.gated) neuron_bias("mlp.gate_proj", layer.ffn.b_gate);
+      neuron_bias("mlp.up_proj", layer.ffn.b_up);
       bias("mlp.down_proj", layer.ffn.b_down, width);
     }
     layer.ffn.activation = config.blended_activation();
@@ -139,6 +149,11 @@ std::vector<ParamSpec> parameter_table(const ModelConfig& config) {
   return table;
 }
 
+int64_t flat_size(const std::vector<ParamSpec>& table) {
+  const ParamSpec& last = table.back();
+  return last.offset + last.size() + last.padding;
+}
+
 template <typename T>
 ModelMatrices<T> model_matrices(const ModelConfig& config, T* flat) {
   ModelMatrices<T> out;
@@ -167,7 +182,7 @@ void ModelView::set_activation(Activation activation) {
 
 Model::Model(const ModelConfig& config_in)
     : table((config_in.validate(), parameter_table(config_in))),
-      flat(config_in.parameter_count()),
+      flat(flat_size(table)),
       weights(model_matrices<const float>(config_in, flat.data())) {
   ModelView::operator=({config_in, flat_parameters(table, flat.data())});
 }

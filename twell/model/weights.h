@@ -27,12 +27,17 @@ struct ParamSpec {
   bool is_vector = false;   // norm weights and biases: no weight decay
   bool is_bias = false;     // starts at 0 where norm weights start at 1
   bool transposed = false;  // the checkpoint stores [cols, rows] (down_proj)
+  // Zeros behind a bias of a feed-forward layer, which GPUs read eight values at a time: what comes
+  // next begins at a multiple of 8 values where the bias does.
+  int64_t padding = 0;
   int64_t size() const { return rows * cols; }
   std::vector<int64_t> stored_shape() const;  // in a checkpoint
 };
 
-// Every parameter in memory order; offsets are contiguous.
+// Every parameter in memory order; offsets are contiguous but for padding.
 std::vector<ParamSpec> parameter_table(const ModelConfig& config);
+// Values of the flat buffer: those of all parameters, and padding.
+int64_t flat_size(const std::vector<ParamSpec>& table);
 
 template <typename T, typename View = Matrix<T>>
 struct LayerMatrices {

@@ -42,8 +42,28 @@ TEST(Weights, TableCoversTheFlatBuffer) {
         next += spec.size();
       }
       EXPECT_EQ(next, config.parameter_count());
+      EXPECT_EQ(next, flat_size(parameter_table(config)));
     }
   }
+}
+
+// Behind biases of so many neurons the next tensor would not begin where GPUs can read it.
+TEST(Weights, EveryTensorBeginsAtAMultipleOfEightValues) {
+  ModelConfig config = small_config();
+  config.head_dim = 8;
+  config.qkv_bias = config.o_bias = config.mlp_bias = true;
+  config.ffn = 43;
+  const Model model(config);
+  int64_t values = 0;
+  std::vector<float> marked(static_cast<size_t>(model.flat.size()));
+  for (const ParamSpec& spec : model.table) {
+    EXPECT_EQ(spec.offset % 8, 0) << spec.name;
+    values += spec.size();
+    std::fill_n(marked.begin() + spec.offset, spec.size(), 1.0f);
+  }
+  EXPECT_EQ(values, config.parameter_count());
+  EXPECT_EQ(values, std::count(marked.begin(), marked.end(), 1.0f));
+  EXPECT_EQ(model.flat.size(), values + config.layers * 2 * 5);
 }
 
 TEST(Weights, ViewsAreThePiecesOfTheTable) {

@@ -411,9 +411,8 @@ TEST_F(TrainEngineCudaTest, AutoTakesNoMoreMemoryThanDense) {
 
 TEST_F(TrainEngineCudaTest, RefusesWhatItDoesNotDo) {
   ModelConfig config = this->config();
-  config.qkv_bias = config.o_bias = config.mlp_bias = true;
-  config.ffn += 1;
-  EXPECT_THAT(cuda_run_unsupported(config, options(8)), HasSubstr("multiple of 8"));
+  config.width = 16392;
+  EXPECT_THAT(cuda_run_unsupported(config, options(8)), HasSubstr("at most 16384"));
   Model model(config);
   EXPECT_THROW(TrainEngineCuda(*device_, model, &data_.shards, options(8)), InputError);
   TrainOptions options = this->options(8);

@@ -2,9 +2,12 @@
 // A micro model and text to train on, for the tests of this room.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <ostream>
 #include <string>
 
 #include "twell/base/test_folder.h"
@@ -57,6 +60,107 @@ inline TrainOptions micro_options(int64_t steps) {
   options.save_every = 0;
   options.seed = 7;
   return options;
+}
+
+// What else a run can train: families, activations and losses, as changes of a micro run.
+struct RunVariant {
+  const char* name;
+  void (*change)(ModelConfig&, TrainOptions&);
+};
+inline void PrintTo(const RunVariant& variant, std::ostream* out) { *out << variant.name; }
+
+// The activation leaves no zeros: no penalty, no dead neurons.
+inline void make_smooth(Activation activation, ModelConfig& config, TrainOptions& options) {
+  config.activation = activation;
+  options.l1_coeff = 0.0;
+  options.reinit_dead = false;
+}
+inline void make_fatrelu(ModelConfig& config) {
+  config.activation = Activation::kFatRelu;
+  config.activation_threshold = 0.002;  // products of micro models are small
+}
+
+inline constexpr RunVariant kRunVariants[] = {
+    {"silu", [](auto& c, auto& o) { make_smooth(Activation::kSilu, c, o); }},
+    {"gelu", [](auto& c, auto& o) { make_smooth(Activation::kGelu, c, o); }},
+    {"gelu_tanh", [](auto& c, auto& o) { make_smooth(Activation::kGeluTanh, c, o); }},
+    {"quick_gelu", [](auto& c, auto& o) { make_smooth(Activation::kQuickGelu, c, o); }},
+    {"blend",
+     [](auto&, auto& o) {
+       o.relufy_from = Activation::kSilu;
+       o.relufy_steps = 4;
+     }},
+    {"distill", [](auto&, auto& o) { o.distill = 0.5; }},
+    {"blend_and_distill",
+     [](auto&, auto& o) {
+       o.relufy_from = Activation::kGelu;
+       o.relufy_steps = 4;
+       o.distill = 0.3;
+     }},
+    {"qwen3",
+     [](auto& c, auto&) {
+       c.family = Family::kQwen3;
+       c.qk_norm = true;
+     }},
+    {"qwen2",
+     [](auto& c, auto&) {
+       c.family = Family::kQwen2;
+       c.qkv_bias = true;
+     }},
+    {"window",
+     [](auto& c, auto&) {
+       c.family = Family::kMistral;
+       c.sliding_window = 5;
+     }},
+    {"window_of_a_layer",
+     [](auto& c, auto&) {
+       c.family = Family::kQwen3;
+       c.qk_norm = true;
+       c.sliding_window = 5;
+       c.full_attention = {true, false};
+     }},
+    {"window_and_documents",
+     [](auto& c, auto& o) {
+       c.family = Family::kMistral;
+       c.sliding_window = 5;
+       o.document_mask = true;
+     }},
+    {"biases", [](auto& c, auto&) { c.qkv_bias = c.o_bias = c.mlp_bias = true; }},
+    {"odd_ffn", [](auto& c, auto&) { c.ffn = 45; }},
+    {"odd_ffn_with_biases",
+     [](auto& c, auto&) {
+       c.qkv_bias = c.o_bias = c.mlp_bias = true;
+       c.ffn = 45;
+     }},
+    {"relu2", [](auto& c, auto&) { c.activation = Activation::kRelu2; }},
+    {"arcee",
+     [](auto& c, auto&) {
+       c.family = Family::kArcee;
+       c.activation = Activation::kRelu2;
+       c.gated = false;
+     }},
+    {"fatrelu",
+     [](auto& c, auto&) {
+       c.family = Family::kProSparse;
+       make_fatrelu(c);
+     }},
+    {"drelu",
+     [](auto& c, auto&) {
+       c.family = Family::kBamboo;
+       c.activation = Activation::kDRelu;
+     }},
+    {"phonelm", [](auto& c, auto&) { c.family = Family::kPhoneLm; }},
+    {"minicpm",
+     [](auto& c, auto&) {
+       c.family = Family::kMiniCpm;
+       make_fatrelu(c);
+       c.embedding_scale = 12.0;
+       c.depth_scale = 1.4;
+       c.base_width = 8;
+     }},
+};
+inline std::string variant_name(const testing::TestParamInfo<RunVariant>& variant) {
+  return variant.param.name;
 }
 
 // Writes a tokenizer of 300 tokens and shards of a few thousand tokens into a folder.

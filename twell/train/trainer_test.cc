@@ -96,6 +96,46 @@ TEST_F(TrainerTest, MuonMovesTheMatricesAtTheirOwnRate) {
   EXPECT_LT(*summary_.last_validation_ce, *summary_.first_validation_ce - 0.12);
 }
 
+class TrainVariantsTest : public testing::TestWithParam<RunVariant> {};
+
+TEST_P(TrainVariantsTest, ResumeBitForBit) {
+  const TempFolder temp;
+  const MicroData data(temp.path());
+  Context ctx(1);
+  ModelConfig config = micro_config(data.tokenizer.vocab_size());
+  TrainOptions options = micro_options(6);
+  options.reinit_dead = true;
+  GetParam().change(config, options);
+  options = resolve_options(options, config);
+  Model teacher(config);
+  init_weights(ctx, teacher, 4);
+  const auto train = [&](int64_t to, const fs::path& from, const fs::path& into) {
+    std::unique_ptr<Model> model;
+    if (from.empty()) {
+      model = std::make_unique<Model>(config);
+      init_weights(ctx, *model, 3);
+    } else {
+      model = load_model(ctx, from);
+      EXPECT_EQ(model->config, config);
+    }
+    CpuTrainer trainer(ctx, *model, data.shards, options, "data",
+                       options.distill > 0.0 ? &teacher : nullptr);
+    if (!from.empty()) trainer.restore(from);
+    while (trainer.steps_done() < to) trainer.train_step();
+    if (!into.empty()) {
+      fs::create_directories(into);
+      trainer.save(into);
+    }
+    return std::vector<float>(model->flat.span().begin(), model->flat.span().end());
+  };
+  const fs::path half = temp.path() / "half";
+  const std::vector<float> straight = train(6, {}, {});
+  EXPECT_NE(train(3, {}, half), straight);
+  EXPECT_EQ(train(6, half, {}), straight);
+}
+
+INSTANTIATE_TEST_SUITE_P(Runs, TrainVariantsTest, testing::ValuesIn(kRunVariants), variant_name);
+
 TEST_F(TrainerTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     TrainOptions options = micro_options(6);

@@ -251,7 +251,7 @@ struct DenseWorkspace {
     union_mask = carver.take<uint32_t>(union_mask_words(shape.max_tokens, shape.ffn));
     hidden = carver.take<__nv_bfloat16>(shape.max_tokens * row_stride(shape.ffn));
     partial = carver.take<float>(shape.biased ? bias_backward_partials(shape.max_tokens) *
-                                                    std::max(shape.ffn, shape.width)
+                                                    std::max(row_stride(shape.ffn), shape.width)
                                               : 0);
   }
   static DenseWorkspace of(const FfnTrainWorkspaceCuda& workspace) {
@@ -422,9 +422,7 @@ void check_shape(const FfnTrainShapeCuda& shape) {
   TWELL_CHECK(shape.max_tokens > 0 && shape.width > 0 && shape.ffn > 0,
               "FFN in training: {} tokens, width {}, {} neurons", shape.max_tokens, shape.width,
               shape.ffn);
-  TWELL_CHECK(shape.width % 8 == 0 && (shape.ffn % 8 == 0 || !shape.biased),
-              "width {} and, with biases, FFN size {} must be multiples of 8", shape.width,
-              shape.ffn);
+  TWELL_CHECK(shape.width % 8 == 0, "width {} must be a multiple of 8", shape.width);
 }
 
 void check_call(const FfnTrainShapeCuda& saved, const FfnTrainShapeCuda& workspace, int64_t tokens,

@@ -34,6 +34,7 @@ struct FfnTrainGradsCuda {
   float* w_down = nullptr;  // [F, D] accumulated
   bool add = true;          // false: they are overwritten
   // [F], [F], [D] accumulated whatever `add` says; null where the layer has no gate or no biases.
+  // Like the biases themselves, those of F neurons have F rounded up to a multiple of 8 places.
   float *b_gate = nullptr, *b_up = nullptr, *b_down = nullptr;
 };
 
@@ -42,7 +43,7 @@ struct FfnTrainShapeCuda {
   int64_t width = 0;       // D
   int64_t ffn = 0;         // F
   bool gated = true;
-  bool biased = false;  // then F is a multiple of 8
+  bool biased = false;
   // What hybrid calls have; dense ones take any.
   Activation activation = Activation::kRelu;
   // hybrid runs on its kernels for every GPU of compute capability 8.0 and later, on Hopper too.

@@ -14,6 +14,7 @@
 
 #include "twell/base/cuda_gtest.h"
 #include "twell/base/cuda_testing.h"
+#include "twell/base/rounding.h"
 #include "twell/base/test_bf16.h"
 #include "twell/ops/ffn_train/ffn_train_reference.h"
 
@@ -92,8 +93,8 @@ struct LayerCuda {
         w_gate(upload(to_bf16_values(problem.w_gate))),
         w_up(upload(to_bf16_values(problem.w_up))),
         w_down(upload(to_bf16_values(problem.w_down))),
-        b_gate(upload(to_bf16_values(problem.b_gate))),
-        b_up(upload(to_bf16_values(problem.b_up))),
+        b_gate(upload(to_bf16_values(in_places(problem.b_gate)))),
+        b_up(upload(to_bf16_values(in_places(problem.b_up)))),
         b_down(upload(to_bf16_values(problem.b_down))),
         l1_scale(upload(std::vector<float>{static_cast<float>(problem.l1_scale)})),
         relu_share(upload(std::vector<float>{problem.f.relu_share})),
@@ -110,8 +111,8 @@ struct LayerCuda {
     d_w_up = upload(start);
     d_w_down = upload(start);
     const auto biases = [](size_t n) { return upload(std::vector<float>(n, kStart)); };
-    d_b_gate = biases(problem.b_gate.size());
-    d_b_up = biases(problem.b_up.size());
+    d_b_gate = biases(in_places(problem.b_gate).size());
+    d_b_up = biases(in_places(problem.b_up).size());
     d_b_down = biases(problem.b_down.size());
     active = upload(std::vector<uint8_t>(static_cast<size_t>(problem.ffn)));
     counts = upload(std::vector<FfnTrainCountsCuda>(1));
@@ -154,9 +155,23 @@ struct LayerCuda {
   LayerResult result() const {
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
     return {to_floats(download(y)), to_floats(download(d_x)), download(d_w_gate),
-            download(d_w_up),       download(d_w_down),       download(d_b_gate),
-            download(d_b_up),       download(d_b_down),       download(active),
+            download(d_w_up),       download(d_w_down),       of_neurons(d_b_gate),
+            of_neurons(d_b_up),     download(d_b_down),       download(active),
             download(counts)[0]};
+  }
+  // A bias has its neurons rounded up to a multiple of 8 places.
+  static std::vector<double> in_places(std::vector<double> bias) {
+    bias.resize(round_up(bias.size(), size_t{8}));
+    return bias;
+  }
+  // Its gradient, to which 0 was added in places behind the neurons.
+  std::vector<float> of_neurons(const DeviceBuffer<float>& gradient) const {
+    std::vector<float> values = download(gradient);
+    while (std::ssize(values) > problem.ffn) {
+      EXPECT_EQ(values.back(), kStart);
+      values.pop_back();
+    }
+    return values;
   }
   LayerResult run(FfnTrainExecution execution, double nnz, double union_neurons = -1.0) {
     reset();
@@ -446,6 +461,8 @@ INSTANTIATE_TEST_SUITE_P(
                         Case{"odd_ffn_relu2", 300, 24, 1021, few, kRelu2},
                         Case{"biased", 300, 72, 328, few, {}, true},
                         Case{"biased_silu", 129, 72, 328, few, of(Activation::kSilu), true},
+                        Case{"biased_odd", 129, 72, 331, few, {}, true},
+                        Case{"biased_odd_silu", 130, 72, 5, few, of(Activation::kSilu), true},
                         Case{"biased_relu2", 129, 72, 328, heavy_start, kRelu2, true},
                         Case{"biased_fatrelu", 129, 72, 328, few, kFatRelu, true}),
         testing::Bool()),
