@@ -265,11 +265,18 @@ void ForwardCuda::find_sparse_layers() {
           const double rows = find_gpu_ffn("decode-rows")->cost(ffn_layer_, tokens, activity);
           const bool screened =
               tokens == 1 && route::gate_screen_pays(activity.nnz_per_token, config_.ffn);
-          return route::stream_pays(rows, execution.cost(ffn_layer_, tokens, activity), screened);
+          return route::stream_pays(rows, execution.cost(ffn_layer_, tokens, activity), screened,
+                                    tokens, read_layer_bytes());
         });
     if (!streams) break;
     layers_.stream_tokens = tokens;
   }
+}
+
+int64_t ForwardCuda::read_layer_bytes() const {
+  const int64_t attention = 2 * (config_.q_width() + config_.kv_width());
+  const int64_t value = model_.in_bytes() ? 1 : int64_t{sizeof(BF16)};
+  return (attention + config_.ffn) * config_.width * value;
 }
 
 route::LayersPath ForwardCuda::choose_path(bool observed, bool one_kernel) const {

@@ -179,6 +179,8 @@ class ForwardCuda {
   route::LayersPath choose_path(bool observed, bool one_kernel) const;
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
+  // Of the matrices that a sparse layer reads whole, as route::sparse_requests takes them.
+  int64_t read_layer_bytes() const;
   // A layer's weights in e4m3.
   void set_decode_bytes(int64_t layer, DecodeLayers& problem) const;
   AttentionCuda attention_of(int64_t layer, const SequenceGroup& group) const;

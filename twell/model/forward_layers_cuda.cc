@@ -271,7 +271,8 @@ void ForwardCuda::enqueue_decode_layers(const ForwardHooksCuda& hooks) {
                        .x = residual_.data(),
                        .workspace = decode_workspace(decode_shape_, decode_memory_.data()),
                        .weights_in_bytes = model_.in_bytes(),
-                       .cache_in_bytes = eight_bits()};
+                       .cache_in_bytes = eight_bits(),
+                       .sparse_requests = route::sparse_requests(read_layer_bytes())};
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     const LayerMatrices<const BF16>& w = model_.weights().layers[static_cast<size_t>(layer)];
     const GpuFfnChoice choice =

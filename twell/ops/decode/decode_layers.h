@@ -123,6 +123,9 @@ struct DecodeLayers {
   DecodeLayerBytes bytes[kMaxDecodeLayers];
   bool weights_in_bytes = false;  // D, F and H * hd are multiples of 16 then
   bool cache_in_bytes = false;
+  // Stages of weights that a CTA may have requested and not yet received in sparse layers, 1 to 4
+  // (route::sparse_requests). It changes no result.
+  int sparse_requests = 1;
 };
 
 // How many tokens a call may have on the current device, 0 to kMaxDecodeTokens.

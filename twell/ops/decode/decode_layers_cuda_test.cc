@@ -94,6 +94,7 @@ class Steps {
         cudaMemcpy(&used, problem_.workspace.state, sizeof used, cudaMemcpyDeviceToHost));
     return used;
   }
+  void set_sparse_requests(int stages) { problem_.sparse_requests = stages; }
   std::vector<float> step() {
     TWELL_CUDA_CHECK(cudaMemcpy(x_.data(), x_values_.data(),
                                 x_values_.size() * sizeof(__nv_bfloat16), cudaMemcpyHostToDevice));
@@ -160,6 +161,11 @@ TEST_P(DecodeLayersCuda, EqualsTheReference) {
                                std::span(want).subspan(token * width, width)),
                 tolerance)
           << "token " << token;
+    }
+    // How far ahead weights are requested changes no bit.
+    for (const int stages : {2, 3}) {
+      steps.set_sparse_requests(stages);
+      EXPECT_EQ(steps.step(), got) << stages << " stages";
     }
     for (size_t layer = 0; layer < reference.layers.size(); ++layer) {
       for (const bool values : {false, true}) {

@@ -111,7 +111,11 @@ bool decode_layers_take_screens(int64_t width, int64_t q_width, int64_t ffn, int
 }
 
 cudaError_t launch_decode_layers_sm90(const DecodeLayers& problem, cudaStream_t stream) {
-  if (problem.layers < 1 || problem.layers > kMaxDecodeLayers) return cudaErrorInvalidValue;
+  constexpr int kFewestStages = 4;  // of a ring buffer
+  if (problem.layers < 1 || problem.layers > kMaxDecodeLayers || problem.sparse_requests < 1 ||
+      problem.sparse_requests > kFewestStages) {
+    return cudaErrorInvalidValue;
+  }
   const decode::Device device;
   const decode::Shape shape{problem.width, int64_t{problem.heads} * problem.head_dim, problem.ffn,
                             problem.head_dim, problem.weights_in_bytes};

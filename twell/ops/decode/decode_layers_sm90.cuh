@@ -83,7 +83,7 @@ class WeightReader {
 #pragma unroll 1
     for (int l = 0; l < p.layers; ++l) {
       before(l);
-      ring_.limit_requests(most_requests(p.layer[l]));
+      ring_.limit_requests(most_requests(p, p.layer[l]));
 #pragma unroll 1
       for (int step = 0; step < 3; ++step) {
         if (kScreens && step == 2 && screened(p, p.layer[l])) {
@@ -101,9 +101,10 @@ class WeightReader {
 
   // Stages requested and not yet there, at most. Two of every CTA are already twice what memory
   // delivers during one access; with more, the words that CTAs exchange would wait behind weights.
-  // A sparse layer reads fewer bytes than its steps take time, so that one is enough.
-  __device__ __forceinline__ static int most_requests(const DecodeLayer& layer) {
-    return layer.sparse ? 1 : 2;
+  // A sparse layer that reads fewer bytes than its steps take time has enough with one.
+  __device__ __forceinline__ static int most_requests(const DecodeLayers& p,
+                                                      const DecodeLayer& layer) {
+    return layer.sparse ? p.sparse_requests : 2;
   }
 
   // The rows of q/k/v (step 0), of the output projection (1), of the FFN's first weights (2).

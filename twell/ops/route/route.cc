@@ -20,6 +20,16 @@ constexpr int64_t kOneKernelInBytes = 4;
 // 2048 4,481 tokens/s by few and 5,172 by one, where streaming saves 0.8 us; D 4096 1,908 and 1,659
 // (9 us); two sequences, D 2048, 8,746 and 7,467 (4 us).
 constexpr double kFewKernelsMicros = 2.5;
+// The same for one sequence of layers with so many bytes (D 4096, F 11008: 224 MB). There one
+// kernel took 9.4 us (3% active) and 13.1 us (10%) a layer longer, 13 of which a second stage
+// saves.
+constexpr int64_t kWideBytes = 140'000'000;
+constexpr double kFewKernelsWideMicros = 9.5;
+
+// With two stages a sparse layer of 224 MB (D 4096, F 11008) takes 13 us less, one of 88 MB (D
+// 2560, F 6912) 5 to 6 us less, one of 57 MB (D 2048, F 5632) 1 to 2 us more, because words that
+// CTAs exchange wait behind weights (bench/results/2026-11-27-7b-layers-decode.txt).
+constexpr int64_t kTwoStageBytes = 70'000'000;
 
 // From so many tokens on a norm is better a kernel of its own.
 constexpr int64_t kNormApart = 4;
@@ -71,9 +81,14 @@ LayersPath layers_path(const Layers& layers, const Batch& batch) {
   return few ? LayersPath::kFewKernels : LayersPath::kSingleOps;
 }
 
-bool stream_pays(double decode_rows_us, double row_stream_us, bool screened) {
-  return !screened && decode_rows_us - row_stream_us > kFewKernelsMicros;
+bool stream_pays(double decode_rows_us, double row_stream_us, bool screened, int64_t tokens,
+                 int64_t layer_bytes) {
+  const bool wide = tokens == 1 && layer_bytes >= kWideBytes;
+  const double needed = wide ? kFewKernelsWideMicros : kFewKernelsMicros;
+  return !screened && decode_rows_us - row_stream_us > needed;
 }
+
+int sparse_requests(int64_t layer_bytes) { return layer_bytes >= kTwoStageBytes ? 2 : 1; }
 
 bool gate_screen_pays(double nnz_per_token, int64_t ffn) {
   return nnz_per_token <= kScreenedShare * static_cast<double>(ffn);

@@ -58,9 +58,15 @@ inline constexpr int64_t kSparseProbeTokens = 4;
 
 // Whether a layer of few kernels that streams rows (row-stream) is faster than one kernel of all
 // layers, which reads them as decode rows do. In microseconds; `screened`: one kernel would read
-// the gate through a screen.
-bool stream_pays(double decode_rows_us, double row_stream_us, bool screened);
+// the gate through a screen. layer_bytes as below.
+bool stream_pays(double decode_rows_us, double row_stream_us, bool screened, int64_t tokens,
+                 int64_t layer_bytes);
 inline constexpr int64_t kMostStreamProbed = 3;  // tokens; more take few kernels anyway
+
+// Stages of weights that a CTA of the kernel of all layers requests before earlier ones are there,
+// in sparse layers (DecodeLayers::sparse_requests). layer_bytes: of a layer's projections of the
+// attention and of the FFN's first matrix, which all are read.
+int sparse_requests(int64_t layer_bytes);
 
 // Whether, in a layer of few kernels, a norm of its own and the products of batch_ops.h are faster
 // than those of layer_ops.h, which take the norm along. Asked where batch_ops.h takes the heads.

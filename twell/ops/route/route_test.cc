@@ -67,10 +67,19 @@ TEST(LayersPaths, Decoding) {
 
 // The times are measured ones, of D 4096 and 2048.
 TEST(LayersPaths, StreamsOfRows) {
-  EXPECT_TRUE(stream_pays(42.1, 33.1, false));
-  EXPECT_FALSE(stream_pays(42.1, 33.1, true));
-  EXPECT_FALSE(stream_pays(14.2, 13.4, false));
-  EXPECT_TRUE(stream_pays(18.3, 14.3, false));
+  constexpr int64_t kWide = 224'000'000, kNarrow = 57'000'000;  // bytes of a layer
+  EXPECT_TRUE(stream_pays(52.0, 37.8, false, 1, kWide));
+  EXPECT_FALSE(stream_pays(52.0, 37.8, true, 1, kWide));
+  EXPECT_FALSE(stream_pays(36.5, 30.3, false, 1, kWide));
+  EXPECT_TRUE(stream_pays(38.7, 32.2, false, 2, kWide));
+  EXPECT_FALSE(stream_pays(14.2, 13.4, false, 1, kNarrow));
+  EXPECT_TRUE(stream_pays(18.3, 14.3, false, 2, kNarrow));
+}
+
+TEST(SparseRequests, AreTwoWhereReadingTakesLongerThanTheSteps) {
+  EXPECT_EQ(sparse_requests(224'000'000), 2);
+  EXPECT_EQ(sparse_requests(88'000'000), 2);
+  EXPECT_EQ(sparse_requests(57'000'000), 1);
 }
 
 // The kernel of all layers attends to all keys, also where a caller asks for it.
