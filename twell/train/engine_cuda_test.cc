@@ -43,6 +43,8 @@ class TrainEngineCudaTest : public testing::Test {
       config.head_dim = 32;
       config.context = 128;
     }
+    TrainOptions unused;
+    if (variant_.change != nullptr) variant_.change(config, unused);
     return config;
   }
   TrainOptions options(int64_t steps) const {
@@ -53,6 +55,8 @@ class TrainEngineCudaTest : public testing::Test {
       options.batch_tokens = 512;
       options.ffn_policy = FfnTrainPolicy::kHybrid;
     }
+    ModelConfig unused;
+    if (variant_.change != nullptr) variant_.change(unused, options);
     return resolve_options(options, config());
   }
   std::unique_ptr<Model> fresh_model() {
@@ -107,6 +111,26 @@ class TrainEngineCudaTest : public testing::Test {
     return std::sqrt(difference / norm);
   }
 
+  // Three steps, a checkpoint and three more are six, and so are six that compute again in backward
+  // what others keep: bit for bit.
+  void expect_resumes_and_recomputes() {
+    TrainOptions options = this->options(6);
+    options.recompute = Recompute{};
+    const std::vector<float> straight = train(true, options, 6);
+    const fs::path half = temp_.path() / "half";
+    train(true, options, 3, {}, half);
+    EXPECT_EQ(load_model(ctx_, half)->config.activation, config().activation);
+    EXPECT_EQ(train(true, options, 6, half), straight);
+    for (const Recompute less : {Recompute{RecomputeLevel::kNorms}, Recompute{RecomputeLevel::kQkv},
+                                 Recompute{RecomputeLevel::kInputs, 1}}) {
+      options.recompute = less;
+      EXPECT_EQ(train(true, options, 6), straight) << static_cast<int>(less.level);
+    }
+    // Resumed with another choice than before.
+    EXPECT_EQ(train(true, options, 6, half), straight);
+  }
+
+  RunVariant variant_{};
   bool hybrid_ = false;  // layers that the hybrid execution takes
   TempFolder temp_;
   MicroData data_{temp_.path()};
@@ -253,6 +277,32 @@ TEST_F(TrainEngineCudaTest, ThreeStepsAndThreeMoreAreSixBitForBit) {
   train(true, muon, 3, {}, temp_.path() / "muon");
   EXPECT_EQ(train(true, muon, 6, temp_.path() / "muon"), straight);
 }
+
+class TrainVariantsCudaTest : public TrainEngineCudaTest,
+                              public testing::WithParamInterface<RunVariant> {
+ protected:
+  TrainVariantsCudaTest() {
+    variant_ = GetParam();
+    teacher_ = fresh_model();
+    for (float& weight : teacher_->flat.span()) weight *= 1.25f;
+  }
+};
+
+TEST_P(TrainVariantsCudaTest, ResumesAndRecomputesBitForBit) { expect_resumes_and_recomputes(); }
+
+// The losses of the first steps, before rounding has moved the two apart.
+TEST_P(TrainVariantsCudaTest, TrainsAsTheCpu) {
+  const TrainOptions options = this->options(6);
+  train(true, options, 6);
+  const std::vector<double> got = std::exchange(losses_, {});
+  train(false, options, 6);
+  ASSERT_EQ(got.size(), losses_.size());
+  EXPECT_NEAR(got[0], losses_[0], 0.002 * losses_[0]);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], losses_[i], 0.03 * losses_[0]) << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(Runs, TrainVariantsCudaTest, testing::ValuesIn(kRunVariants),
+                         variant_name);
 
 TEST_F(TrainEngineCudaTest, ARunChangesDevices) {
   const TrainOptions options = this->options(8);
