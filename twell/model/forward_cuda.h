@@ -179,7 +179,7 @@ class ForwardCuda {
   route::LayersPath choose_path(bool observed, bool one_kernel) const;
   void enqueue_few_tokens_layer(int64_t layer);
   void enqueue_decode_layers(const ForwardHooksCuda& hooks);
-  // Of the matrices that a sparse layer reads whole, as route::sparse_requests takes them.
+  // Returns the bytes of the matrices that a sparse layer reads whole, for route::sparse_requests.
   int64_t read_layer_bytes() const;
   // A layer's weights in e4m3.
   void set_decode_bytes(int64_t layer, DecodeLayers& problem) const;

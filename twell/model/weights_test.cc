@@ -47,7 +47,8 @@ TEST(Weights, TableCoversTheFlatBuffer) {
   }
 }
 
-// Behind biases of so many neurons the next tensor would not begin where GPUs can read it.
+// Without padding the tensor behind biases of so many neurons would begin where GPUs cannot read
+// it.
 TEST(Weights, EveryTensorBeginsAtAMultipleOfEightValues) {
   ModelConfig config = small_config();
   config.head_dim = 8;

@@ -183,7 +183,7 @@ std::string whole_nfc(const std::string& text) {
   return result;
 }
 
-// Of the planes that have no characters, and those for private use, every 61st.
+// Planes that have no characters, and those for private use, are sampled: every 61st.
 TEST(Normalizer, EveryCharacterAloneAndAmongOthers) {
   for (int32_t c = 0; c < 0x110000; c += c < 0x34000 || c >> 16 == 0xe ? 1 : 61) {
     if (c >= 0xd800 && c < 0xe000) continue;

@@ -29,7 +29,7 @@ std::unique_ptr<Iterator> try_iterate(Budget& budget, const Value& value);
 std::unique_ptr<Iterator> iterate(Budget& budget, const Value& value);
 // Iterates over values that are no list of a template.
 std::unique_ptr<Iterator> iterate_list(std::vector<Value> items);
-// As try_iterate(), backwards; null where reversed() of Python fails.
+// Iterates backwards as try_iterate() does forwards; null where reversed() of Python fails.
 std::unique_ptr<Iterator> try_iterate_back(Budget& budget, const Value& value);
 std::vector<Value> items_of(Budget& budget, const Value& value);
 // Python's len(); false where it fails.

@@ -61,7 +61,7 @@ TEST(BiasBackwardCudaTest, EqualsCpu) {
                                       {70, 187}}) {
     const int64_t places = round_up(width, int64_t{8});
     const auto d_y = random_bf16(tokens * width, 1);
-    // Of places behind the width too, to which 0 is added.
+    // Places behind the width have a value too, to which 0 is added.
     const std::vector<float> before = to_floats(random_bf16(places, 2)), d_y_f = to_floats(d_y);
     const auto device_d_y = upload(spread(d_y, width, places));
     const auto partial = poisoned<float>(bias_backward_partials(tokens) * places);

@@ -69,33 +69,46 @@ struct SweepRow {
   std::tuple<int64_t, int64_t, int64_t> shape() const { return {layer.width, layer.ffn, tokens}; }
 };
 
-// A sweep of a file whose columns are SWEEP.NAME beside those of the case, or NAME where it holds
-// one sweep. Cases of up to 128 tokens, which count no unions, know how they grow from more tokens
-// of the same pattern, as a model that has read a prompt does.
-std::vector<SweepRow> sweep(const std::string& name, const char* path = "2026-11-23-sweeps.csv") {
-  std::ifstream file(std::string(TWELL_SOURCE_DIR "/bench/results/") + path);
-  std::vector<SweepRow> rows;
-  std::map<std::tuple<int64_t, int64_t, std::string>, double> growth;
+// Calls row(line, field) for each case of a CSV file of bench/results. field(column) is the case's
+// text, empty where the file has no such column.
+template <typename Row>
+void read_results(const std::string& path, const Row& row) {
+  std::ifstream file(TWELL_SOURCE_DIR "/bench/results/" + path);
   std::map<std::string, size_t> columns;
   for (std::string line; std::getline(file, line);) {
     if (line.starts_with("#")) continue;
-    std::vector<std::string> field;
+    std::vector<std::string> words;
     std::stringstream stream(line + ",");
-    for (std::string word; std::getline(stream, word, ',');) field.push_back(word);
+    for (std::string word; std::getline(stream, word, ',');) words.push_back(word);
     if (columns.empty()) {
-      for (size_t k = 0; k < field.size(); ++k) columns[field[k]] = k;
+      for (size_t k = 0; k < words.size(); ++k) columns[words[k]] = k;
       continue;
     }
+    row(line, [&](const std::string& column) {
+      const auto found = columns.find(column);
+      return found == columns.end() ? std::string() : words.at(found->second);
+    });
+  }
+}
+
+// A sweep of a file whose columns are SWEEP.NAME beside those of the case, or NAME where it holds
+// one sweep. Cases of up to 128 tokens, which count no unions, know how they grow from more tokens
+// of the same pattern, as a model that has read a prompt does.
+std::vector<SweepRow> sweep(const std::string& name,
+                            const std::string& path = "2026-11-23-sweeps.csv") {
+  std::vector<SweepRow> rows;
+  std::map<std::tuple<int64_t, int64_t, std::string>, double> growth;
+  read_results(path, [&](const std::string&, const auto& field) {
+    // Columns of the sweep go before those of the case, which have other names.
     const auto text = [&](const std::string& column) {
-      auto found = columns.find(name + "." + column);
-      if (found == columns.end()) found = columns.find(column);
-      return found == columns.end() ? std::string() : field.at(found->second);
+      const std::string of_sweep = field(name + "." + column);
+      return of_sweep.empty() ? field(column) : of_sweep;
     };
     const auto value = [&](const std::string& column) {
       const std::string word = text(column);
       return word.empty() ? 0.0 : std::stod(word);
     };
-    if (text("dense_us").empty()) continue;
+    if (text("dense_us").empty()) return;
     rows.push_back({.pattern = text("pattern"),
                     .layer = {.width = std::stoll(text("width")), .ffn = std::stoll(text("ffn"))},
                     .tokens = std::stoll(text("tokens")),
@@ -114,7 +127,7 @@ std::vector<SweepRow> sweep(const std::string& name, const char* path = "2026-11
       growth.emplace(std::tuple(row.layer.width, row.layer.ffn, row.pattern),
                      union_growth(row.activity, row.layer.ffn));
     }
-  }
+  });
   for (SweepRow& row : rows) {
     const auto found = growth.find({row.layer.width, row.layer.ffn, row.pattern});
     if (found != growth.end()) row.activity.union_growth = found->second;
@@ -393,19 +406,10 @@ TEST(GpuFfnCosts, RunTheFasterBatchOfFewTokens) {
     EXPECT_EQ(choose_gpu_ffn(layer, {.tokens = tokens}, read_a_prompt).execution, choice.execution);
   };
   for (const char* path : {"2026-11-27-h200-few-tokens.csv", "2026-11-27-h200-medium-few.csv"}) {
-    std::ifstream file(std::string(TWELL_SOURCE_DIR "/bench/results/") + path);
-    std::map<std::string, size_t> columns;
-    for (std::string line; std::getline(file, line);) {
-      std::vector<std::string> field;
-      std::stringstream stream(line + ",");
-      for (std::string word; std::getline(stream, word, ',');) field.push_back(word);
-      if (columns.empty()) {
-        for (size_t k = 0; k < field.size(); ++k) columns[field[k]] = k;
-        continue;
-      }
-      if (field.at(columns.at("medium_batch_us")).empty()) continue;
-      judge_case(line, [&](const char* column) { return std::stod(field.at(columns.at(column))); });
-    }
+    read_results(path, [&](const std::string& line, const auto& field) {
+      if (field("medium_batch_us").empty()) return;
+      judge_case(line, [&](const char* column) { return std::stod(field(column)); });
+    });
   }
   EXPECT_EQ(cases, 24 + 162);
   EXPECT_GE(medium_runs, 60);
