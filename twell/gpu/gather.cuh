@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16-byte cp.async into shared memory, and prefetches into the L2, of sm_80 and later. Thin names
-// over PTX, no policy.
+// 16-byte cp.async into shared memory, loads, and prefetches into the L2, of sm_80 and later. Thin
+// names over PTX, no policy.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,16 @@ __device__ __forceinline__ void gathers_commit() {
 template <int Pending>
 __device__ __forceinline__ void gathers_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Loads 16 bytes of what no kernel writes meanwhile and nobody reads twice, such as weights: they
+// do not stay in the L1.
+__device__ __forceinline__ uint4 load_once16(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
 }
 
 // The sector around an address, as an ordinary load would read it.

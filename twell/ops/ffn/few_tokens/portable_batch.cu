@@ -16,6 +16,7 @@
 
 #include "twell/base/error.h"
 #include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/gather.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/gpu/warp_mma.cuh"
@@ -44,14 +45,6 @@ struct Params {
   uint32_t cut;
 };
 
-// Weights are read once: they need not stay in the L1, unlike x.
-__device__ __forceinline__ uint4 load_weights16(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
 // Keeps its place before the loads of weights, so that x is there when they arrive.
 __device__ __forceinline__ uint4 load_x(const uint4* from) {
   uint4 v;
@@ -60,6 +53,7 @@ __device__ __forceinline__ uint4 load_x(const uint4* from) {
                : "l"(from));
   return v;
 }
+// Loads 8 bytes as gpu::load_once16() does 16.
 __device__ __forceinline__ uint2 load_weights8(const __nv_bfloat16* from) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];"
@@ -133,7 +127,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kRows][kTiles][4], const P
 #pragma unroll
       for (int r = 0; r < 2 * kRows; ++r) {
         w[i][r / 2][r % 2] = piece < pieces && (mine >> 8 * r & 1) != 0
-                                 ? load_weights16(w_rows + int64_t{8 * r} * pieces + piece)
+                                 ? gpu::load_once16(w_rows + int64_t{8 * r} * pieces + piece)
                                  : uint4{};
       }
     }

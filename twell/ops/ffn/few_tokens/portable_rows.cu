@@ -10,6 +10,7 @@
 
 #include "twell/base/error.h"
 #include "twell/gpu/bf16_pair.cuh"
+#include "twell/gpu/gather.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/ops/ffn/few_tokens/batch_ffn_cuda.h"
@@ -43,15 +44,6 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Weights are read once: they need not stay in the L1.
-__device__ __forceinline__ uint4 load_weights(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
-
 // The products of `Rows` rows of a weight with all tokens, in every lane. What stands past the last
 // token repeats it.
 template <int Rows, int Tokens>
@@ -71,7 +63,7 @@ __device__ __forceinline__ void multiply(float (&sums)[Rows][Tokens],
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
       for (int r = 0; r < Rows; ++r) {
-        w[i][r] = base + 32 * i < pieces ? load_weights(rows[r] + base + 32 * i) : uint4{};
+        w[i][r] = base + 32 * i < pieces ? gpu::load_once16(rows[r] + base + 32 * i) : uint4{};
       }
     }
 #pragma unroll
@@ -242,7 +234,7 @@ __global__ void __launch_bounds__(kThreads) down_kernel(const __grid_constant__ 
       for (int j = 0; j < kAhead; ++j) {
         const bool exists = i + j * kGroups < total;
         const int neuron = begin + (exists ? listed[i + j * kGroups] : 0);
-        w[j] = exists && inside ? load_weights(reinterpret_cast<const uint4*>(
+        w[j] = exists && inside ? gpu::load_once16(reinterpret_cast<const uint4*>(
                                       p.w_down + int64_t{neuron} * p.width + column))
                                 : uint4{};
         h[j] = hidden[neuron];
