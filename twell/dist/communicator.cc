@@ -18,12 +18,4 @@ std::vector<double> Communicator::all_gather_values(std::span<const double> mine
   return all;
 }
 
-std::string Communicator::broadcast_text(std::string text, int root) {
-  uint64_t length = text.size();
-  broadcast(std::as_writable_bytes(std::span(&length, 1)), root);
-  text.resize(length);
-  if (length > 0) broadcast(std::as_writable_bytes(std::span(text)), root);
-  return text;
-}
-
 }  // namespace twell

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "twell/dist/rendezvous.h"
@@ -62,7 +61,6 @@ class Communicator {
   // In place: every rank's piece is copied from that rank.
   void all_gather(std::span<float> values) { start_all_gather(values)->wait(); }
   std::vector<double> all_gather_values(std::span<const double> mine);  // [size() * mine.size()]
-  std::string broadcast_text(std::string text, int root);
 };
 
 // Connects all ranks with each other. The rendezvous must outlive the communicator. Gloo writes to

@@ -74,7 +74,9 @@ TEST(Communicator, SmallValues) {
     std::vector<uint8_t> flags = {0, static_cast<uint8_t>(all.rank() == 2), 0};
     all.all_reduce_max(flags);
     EXPECT_EQ(flags, (std::vector<uint8_t>{0, 1, 0}));
-    EXPECT_EQ(all.broadcast_text(all.rank() == 1 ? "from one" : "other", 1), "from one");
+    int64_t from_one = 40 + all.rank();
+    all.broadcast(std::as_writable_bytes(std::span(&from_one, 1)), 1);
+    EXPECT_EQ(from_one, 41);
     all.barrier();
     if (all.rank() == 0) all.rendezvous().put("key", "value");
     EXPECT_EQ(all.rendezvous().get("key"), "value");

@@ -465,7 +465,6 @@ void Scheduler::admit_waiting() {
     free_slots_.pop_back();
     if (!request->admitted) {
       request->admitted = true;
-      request->usage.queue_seconds = seconds(Clock::now() - request->submitted);
       request->usage.cached_tokens = request->fed;
       counts_.cached_tokens += request->fed;
     }

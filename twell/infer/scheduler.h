@@ -69,7 +69,6 @@ struct Usage {
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;     // prompt tokens whose keys and values were already in the cache
   int64_t tokens = 0;            // new tokens, without the end-of-text or stop token
-  double queue_seconds = 0.0;    // from submit() to the first piece of the prompt
   double prefill_seconds = 0.0;  // of the passes that took pieces of the prompt
   double decode_seconds = 0.0;   // from the first token to the end
   int64_t drafted = 0, accepted = 0;  // tokens that were guessed, and those that were right
