@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <bit>
 #include <compare>
 #include <csignal>
 #include <map>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "twell/base/error.h"
+#include "twell/ops/matmul/bf16_rounding.h"
 #include "twell/ops/matmul/byte_products.h"
 #include "twell/ops/matmul/compute.h"
 #include "twell/ops/matmul/matmul.h"
@@ -246,38 +246,19 @@ void run_onednn(Context& ctx, const Gemm& gemm, int64_t k) {
   }
 }
 
-// to_bf16 without a branch, so that compilers vectorise loops of it.
-uint16_t bf16_bits(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  const uint32_t nan = bits >> 16 | 0x40u;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
-}
-
-void round_to_bf16(const float* values, int64_t count, BF16* out) {
-  for (int64_t i = 0; i < count; ++i) out[i].bits = bf16_bits(values[i]);
-}
-void round_in_f32(const float* values, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = to_float(BF16{bf16_bits(values[i])});
+void round_in_f32(float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] = to_float(to_bf16(values[i]));
 }
 
 // Some of B's values, in the type that they are multiplied in.
 void convert(const std::byte* values, DType dtype, int64_t count, MatmulCompute compute,
              std::byte* out) {
+  if (compute == MatmulCompute::kBF16) {
+    return round_to_bf16(values, dtype, count, reinterpret_cast<BF16*>(out));
+  }
   float* const floats = reinterpret_cast<float*>(out);
-  if (compute != MatmulCompute::kBF16) {
-    widen(values, dtype, count, floats);
-    if (compute == MatmulCompute::kRoundedF32) round_in_f32(floats, count, floats);
-    return;
-  }
-  constexpr int64_t kPiece = 256;
-  float widened[kPiece];
-  for (int64_t i = 0; i < count; i += kPiece) {
-    const int64_t piece = std::min(kPiece, count - i);
-    const int64_t bytes = static_cast<int64_t>(dtype_size(dtype));
-    widen(values + i * bytes, dtype, piece, widened);
-    round_to_bf16(widened, piece, reinterpret_cast<BF16*>(out) + i);
-  }
+  widen(values, dtype, count, floats);
+  if (compute == MatmulCompute::kRoundedF32) round_in_f32(floats, count);
 }
 
 // A in the type that it is multiplied in, in memory of the scope where that is not f32.
@@ -289,9 +270,8 @@ WeightMatrix left_operand(Context& ctx, Arena::Scope& scope, ConstMatrixF a,
   std::byte* const memory = scope.alloc<std::byte>(a.rows * a.cols * bytes);
   ctx.parallel_for(a.rows, 16, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
-      std::byte* const out = memory + row * a.cols * bytes;
-      bf16 ? round_to_bf16(a.row(row), a.cols, reinterpret_cast<BF16*>(out))
-           : round_in_f32(a.row(row), a.cols, reinterpret_cast<float*>(out));
+      convert(reinterpret_cast<const std::byte*>(a.row(row)), DType::kF32, a.cols, compute,
+              memory + row * a.cols * bytes);
     }
   });
   return {memory, bf16 ? DType::kBF16 : DType::kF32, a.rows, a.cols};
