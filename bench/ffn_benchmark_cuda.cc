@@ -186,7 +186,7 @@ struct ByteRows {
 };
 
 // The operands of a layer in e4m3; w_down as a checkpoint has it, [D, F], with a row per neuron, as
-// a loaded model has it too, and widened.
+// a loaded model has it too, and for layers without a gate widened.
 class ByteLayer {
  public:
   ByteLayer(CudaContext& ctx, const DeviceLayer& layer, int64_t tokens, const FfnBenchmark& o)
@@ -202,7 +202,8 @@ class ByteLayer {
 
   // What a call does before its products.
   void prepare_gate(CudaContext& ctx, const __nv_bfloat16* x) const { x_.quantise(ctx, x); }
-  void prepare_down(CudaContext& ctx) const {
+  void prepare_down(CudaContext& ctx, bool gated) const {
+    if (gated) return;
     TWELL_CUDA_CHECK(launch_widen_rows({.rows = down_.cols,
                                         .cols = down_.rows,
                                         .x = {down_rows_.data(), nullptr},
@@ -218,6 +219,7 @@ class ByteLayer {
     if (problem.w_up != nullptr) {
       problem.x_bytes = x_.view();
       problem.w_up_bytes = up_.view();
+      problem.w_down_bytes = down_rows_.data();
     }
     problem.w_down = wide_.data();
     problem.y_scales = down_.scales.data();
@@ -347,9 +349,10 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
     byte_up_down = bytes->up_down(up_down);
     FfnCudaRow& row = rows.emplace_back(row_of(pattern, FfnExecution::kTileUnion));
     row.eight_bit = Dense8Bit::kFp8;
-    row.arithmetic = "e4m3 x e4m3, f32 sums; h and w_down in bf16";
+    row.arithmetic =
+        o.gated ? "e4m3 x e4m3, f32 sums" : "e4m3 x e4m3, f32 sums; h and w_down in bf16";
     TWELL_CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(y.bytes()), ctx.stream()));
-    bytes->prepare_down(ctx);
+    bytes->prepare_down(ctx, o.gated);
     tile_union_up_down_cuda(ctx, byte_up_down, unions);
     TWELL_CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
     row.error = relative_difference(y, dense_y);
@@ -361,12 +364,12 @@ FfnCudaResult replayed(CudaContext& ctx, const FfnCudaBenchmark& options,
       gate_gemm_cuda(ctx, byte_gate);
     });
     rests.push_back([&] {
-      bytes->prepare_down(ctx);
+      bytes->prepare_down(ctx, o.gated);
       tile_union_up_down_cuda(ctx, byte_up_down, unions);
     });
     layers.push_back([&] {
       bytes->prepare_gate(ctx, x);
-      bytes->prepare_down(ctx);
+      bytes->prepare_down(ctx, o.gated);
       gate_gemm_cuda(ctx, byte_followed_gate);
       tile_union_up_down_cuda(ctx, following(byte_up_down), unions);
     });

@@ -12,8 +12,8 @@
 // quantised before, x and h within the time. The error of these rows is that of a layer as active
 // on normal x and weights, and of at most 256 tokens: the operands timed have a few columns much
 // larger than the others, which make neurons fire as wanted and would take up most of the steps of
-// int8. For more tokens tile-union is timed in fp8 too, as the engine runs it: x is quantised and
-// w_down widened within the time.
+// int8. For more tokens tile-union is timed in fp8 too, as the engine runs it: x is quantised, and
+// in a layer without a gate w_down widened, within the time.
 #pragma once
 
 #include <cstdint>

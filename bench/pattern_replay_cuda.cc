@@ -36,7 +36,10 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
                                 const std::function<void(bool gate)>& done) {
   const bool bytes = problem.in_bytes(), portable = ctx_.compute_capability() != 90;
   TWELL_REQUIRE(!bytes || !portable, "weights in fp8 replay on Hopper alone");
-  if (bytes && w_down_.size() == 0) w_down_ = DeviceBuffer<__nv_bfloat16>(ffn_ * width_);
+  if (bytes && w_down_.size() == 0) {
+    w_down_ = DeviceBuffer<uint8_t>((gated_ ? 1 : 2) * ffn_ * width_);
+  }
+  auto* const wide_down = reinterpret_cast<__nv_bfloat16*>(w_down_.data());
   const FfnWeightsCuda& weights = problem.weights;
   for (int64_t begin = 0; begin < problem.tokens; begin += chunk_) {
     const int64_t tokens = std::min(chunk_, problem.tokens - begin);
@@ -44,12 +47,17 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
     ByteRowsCuda x_bytes;
     if (bytes) {
       x_bytes = {problem.x_bytes.values + begin * width_, problem.x_bytes.scales + begin};
-      TWELL_CUDA_CHECK(launch_widen_rows({.rows = width_,
-                                          .cols = ffn_,
-                                          .x = {weights.down_bytes.values, nullptr},
-                                          .transposed = true,
-                                          .out = w_down_.data()},
-                                         ctx_.stream()));
+      if (gated_ && weights.down_rows == nullptr) {
+        TWELL_CUDA_CHECK(launch_transpose_bytes(weights.down_bytes.values, width_, ffn_,
+                                                w_down_.data(), ctx_.stream()));
+      } else if (!gated_) {
+        TWELL_CUDA_CHECK(launch_widen_rows({.rows = width_,
+                                            .cols = ffn_,
+                                            .x = {weights.down_bytes.values, nullptr},
+                                            .transposed = true,
+                                            .out = wide_down},
+                                           ctx_.stream()));
+      }
     }
     TwellPacked made = made_.view(), replayed = patterns_.of(layer);
     made.shape.rows = replayed.shape.rows = tokens;
@@ -65,20 +73,22 @@ void PatternReplayCuda::forward(int64_t layer, const FfnForwardCuda& problem,
         .w_gate_bytes = gated_ ? weights.gate_bytes : weights.up_bytes};
     portable ? gate_gemm_sm80_cuda(ctx_, gate) : gate_gemm_cuda(ctx_, gate);
     done(true);
-    const SparseUpDownCuda rest{.tokens = tokens,
-                                .width = width_,
-                                .ffn = ffn_,
-                                .gate = replayed,
-                                .x = x,
-                                .w_up = gated_ ? problem.weights.w_up : nullptr,
-                                .w_down = bytes ? w_down_.data() : weights.w_down,
-                                .y = problem.y + begin * width_,
-                                .add = problem.add,
-                                .squared = problem.weights.activation == Activation::kRelu2,
-                                .follows_gate = gated_ && !portable,
-                                .x_bytes = gated_ ? x_bytes : ByteRowsCuda{},
-                                .w_up_bytes = gated_ ? weights.up_bytes : ByteRowsCuda{},
-                                .y_scales = weights.down_bytes.scales};
+    const SparseUpDownCuda rest{
+        .tokens = tokens,
+        .width = width_,
+        .ffn = ffn_,
+        .gate = replayed,
+        .x = x,
+        .w_up = gated_ ? problem.weights.w_up : nullptr,
+        .w_down = bytes ? wide_down : weights.w_down,
+        .y = problem.y + begin * width_,
+        .add = problem.add,
+        .squared = problem.weights.activation == Activation::kRelu2,
+        .follows_gate = gated_ && !portable,
+        .x_bytes = gated_ ? x_bytes : ByteRowsCuda{},
+        .w_up_bytes = gated_ ? weights.up_bytes : ByteRowsCuda{},
+        .y_scales = weights.down_bytes.scales,
+        .w_down_bytes = weights.down_rows != nullptr ? weights.down_rows : w_down_.data()};
     portable ? portable_union_up_down_cuda(ctx_, rest, workspace_)
              : tile_union_up_down_cuda(ctx_, rest, workspace_);
     done(false);

@@ -51,7 +51,7 @@ class PatternReplayCuda {
   PatternsCuda patterns_;
   TwellBuffersCuda made_;  // receives the gate GEMM's output, which is not used
   TileUnionWorkspace workspace_;
-  DeviceBuffer<__nv_bfloat16> w_down_;  // [F, D] of a layer in e4m3, widened
+  DeviceBuffer<uint8_t> w_down_;  // [F, D] of a layer in e4m3; widened without a gate
 };
 
 }  // namespace twell

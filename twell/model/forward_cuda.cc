@@ -103,10 +103,11 @@ int64_t ForwardCuda::bytes_needed(const CudaContext& ctx, const ModelConfig& con
          decode_workspace_bytes(decode_shape(ctx, config, plan)) +
          rotated_bytes(ctx, config, plan) + wide_bytes(config, plan) +
          down_row_bytes(ctx, config, plan) +
-         (plan.weights_in_bytes ? byte_values(config, rows) + 4 * rows +
-                                      FfnWorkspaceCuda::bytes_for_bytes(ctx, plan.max_tokens,
-                                                                        config.width, config.ffn)
-                                : 0) +
+         (plan.weights_in_bytes
+              ? byte_values(config, rows) + 4 * rows +
+                    FfnWorkspaceCuda::bytes_for_bytes(ctx, plan.max_tokens, config.width,
+                                                      config.ffn, config.gated)
+              : 0) +
          4 * plan.max_length * config.head_dim;
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // WGMMA, bf16 operands in shared memory with a 128-byte or 32-byte swizzle and f32 accumulators in
-// registers, signed bytes with 32-bit sums, and e4m3 bytes with f32 sums. Source: PTX ISA,
-// "Asynchronous warpgroup level matrix instructions".
+// registers, signed bytes with 32-bit sums, and e4m3 bytes with f32 sums, also with A in registers.
+// Source: PTX ISA, "Asynchronous warpgroup level matrix instructions".
 //
 // Accumulator layout of one warpgroup, m64nN: warp w holds rows 16w .. 16w + 15; lane l = 4g + t
 // holds of each block i of 8 columns  acc[4i + 0, 1]: row g,     columns 8i + 2t, 8i + 2t + 1
@@ -42,6 +42,12 @@ __device__ __forceinline__ uint64_t k_major_operand(uint32_t address) {
 // swapped in rows 4 to 7 of every eight.
 __device__ __forceinline__ uint64_t narrow_k_major_operand(uint32_t address) {
   return (uint64_t{3} << 62) | (uint64_t{256 >> 4} << 32) | (uint64_t{1} << 16) |
+         ((address & 0x3ffffu) >> 4);
+}
+// K-major with the 64-byte swizzle: rows of 64 bytes, whose 16-byte piece i is at i XOR (row / 2)
+// % 4.
+__device__ __forceinline__ uint64_t half_k_major_operand(uint32_t address) {
+  return (uint64_t{2} << 62) | (uint64_t{512 >> 4} << 32) | (uint64_t{1} << 16) |
          ((address & 0x3ffffu) >> 4);
 }
 // N-major: 8 rows of K by 64 columns per swizzle atom. The next 8 rows are 1024 bytes on, the next
@@ -158,6 +164,19 @@ __device__ __forceinline__ void wgmma_e4m3(float (&acc)[Registers], uint64_t a, 
   TWELL_E4M3(192, 96, 97, 98)
   TWELL_E4M3(256, 128, 129, 130)
 #undef TWELL_E4M3
+}
+
+// The same product with A in registers. Lane 4g + t of warp w has rows 16w + g and 16w + g + 8: of
+// the first a[0] and a[2], of the second a[1] and a[3], each four values, from 4t on and from
+// 16 + 4t on. The registers may change once the product is complete.
+__device__ __forceinline__ void wgmma_e4m3_128(float (&acc)[64], const uint32_t (&a)[4], uint64_t b,
+                                               bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TWELL_NAMES_128
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
+      : TWELL_ACC_128("+f")
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
 #undef TWELL_WGMMA

@@ -32,6 +32,7 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
   FfnBuffersCuda& buffers = call.buffers;
   const FfnForwardCuda& of = call.problem;
   const TwellShape shape = ffn_twell_shape(of.tokens, call.ffn());
+  const bool gated_bytes = of.in_bytes() && call.gated();
   const TwellPacked gate{.shape = shape,
                          .words = buffers.words.data(),
                          .spill = reinterpret_cast<BF16*>(buffers.gate.data()),
@@ -59,16 +60,25 @@ SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progre
           .gate = gate,
           .x = of.x,
           .w_up = call.gated() ? of.weights.w_up : nullptr,
-          .w_down = of.in_bytes() ? buffers.w_down.data() : of.weights.w_down,
+          .w_down = of.in_bytes() ? buffers.wide_down() : of.weights.w_down,
           .y = of.y,
           .add = of.add,
           .squared = call.squared(),
           .up_relu = call.up_relu(),
           .y_rows = of.y_rows,
           .activity = call.plan.counts,
-          .x_bytes = call.gated() ? of.x_bytes : ByteRowsCuda{},
-          .w_up_bytes = call.gated() ? of.weights.up_bytes : ByteRowsCuda{},
+          .x_bytes = gated_bytes ? of.x_bytes : ByteRowsCuda{},
+          .w_up_bytes = gated_bytes ? of.weights.up_bytes : ByteRowsCuda{},
           .y_scales = of.weights.down_bytes.scales};
+}
+
+const uint8_t* make_down_rows(const FfnCallCuda& call) {
+  const FfnWeightsCuda& weights = call.problem.weights;
+  if (weights.down_rows != nullptr) return weights.down_rows;
+  uint8_t* const made = call.buffers.w_down.data();
+  TWELL_CUDA_CHECK(launch_transpose_bytes(weights.down_bytes.values, call.width(), call.ffn(), made,
+                                          call.ctx.stream()));
+  return made;
 }
 
 }  // namespace twell

@@ -55,10 +55,12 @@ struct FfnBuffersCuda {
   RowFusedWorkspace row_fused;
   FewTokenWorkspace few_tokens;
   // For calls in e4m3; empty until FfnWorkspaceCuda::make_for_bytes.
-  DeviceBuffer<float> hidden_scales;   // [chunk] of h
-  DeviceBuffer<__nv_bfloat16> w_down;  // [F, D] a layer's values, widened
+  DeviceBuffer<float> hidden_scales;  // [chunk] of h
+  DeviceBuffer<uint8_t> w_down;       // [F, D] a layer's values; widened in a layer without a gate
   // By number of tokens, activation, whether y is added to, and whether there are biases.
   std::map<std::tuple<int64_t, Activation, bool, bool>, std::unique_ptr<DenseFfnCuda>> dense;
+
+  __nv_bfloat16* wide_down() const { return reinterpret_cast<__nv_bfloat16*>(w_down.data()); }
 };
 
 // One launch: at most as many tokens as the execution takes at once.
@@ -85,5 +87,7 @@ BatchFfnCuda batch_ffn(const FfnCallCuda& call);
 // it.
 SparseUpDownCuda packed_gate(const FfnCallCuda& call, const GateProgress& progress = {},
                              bool portable = false);
+// w_down in e4m3 with a row per neuron: that of the weights, or made in the call's buffer.
+const uint8_t* make_down_rows(const FfnCallCuda& call);
 
 }  // namespace twell

@@ -37,6 +37,11 @@ GpuDevice ask_driver(const CudaContext& ctx) {
        .shared_memory = seen_shared_memory(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))});
 }
 
+// FfnBuffersCuda::w_down.
+int64_t down_bytes(bool gated, int64_t width, int64_t ffn) {
+  return (gated ? int64_t{1} : int64_t{sizeof(__nv_bfloat16)}) * ffn * width;
+}
+
 }  // namespace
 
 int64_t FfnWorkspaceCuda::chunk_tokens(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {
@@ -73,12 +78,12 @@ FfnWorkspaceCuda::FfnWorkspaceCuda(CudaContext& ctx, int64_t max_tokens, int64_t
 
 void FfnWorkspaceCuda::make_for_bytes() {
   buffers_.hidden_scales = DeviceBuffer<float>(chunk_tokens_);
-  buffers_.w_down = DeviceBuffer<__nv_bfloat16>(ffn() * width());
+  buffers_.w_down = DeviceBuffer<uint8_t>(down_bytes(buffers_.layer.gated, width(), ffn()));
 }
 
 int64_t FfnWorkspaceCuda::bytes_for_bytes(const CudaContext& ctx, int64_t max_tokens, int64_t width,
-                                          int64_t ffn) {
-  return 4 * chunk_tokens(ctx, max_tokens, ffn) + 2 * ffn * width;
+                                          int64_t ffn, bool gated) {
+  return 4 * chunk_tokens(ctx, max_tokens, ffn) + down_bytes(gated, width, ffn);
 }
 
 int64_t FfnWorkspaceCuda::bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn) {

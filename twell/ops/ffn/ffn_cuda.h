@@ -37,7 +37,7 @@ class FfnWorkspaceCuda {
   void make_for_bytes();
   bool takes_bytes() const { return buffers_.w_down.size() > 0; }
   static int64_t bytes_for_bytes(const CudaContext& ctx, int64_t max_tokens, int64_t width,
-                                 int64_t ffn);
+                                 int64_t ffn, bool gated);
   int64_t bytes() const;
   // What bytes() will be, less up to 30 MiB of the executions that take little memory.
   static int64_t bytes_needed(const CudaContext& ctx, int64_t max_tokens, int64_t ffn);

@@ -48,10 +48,12 @@ struct SparseUpDownCuda {
   // The gate comes from a gate GEMM of these sizes, directly before on this stream, which was given
   // the workspace's progress(tokens). Then this call starts while the gate GEMM runs. Gated only.
   bool follows_gate = false;
-  // x [M, D] and w_up [F, D] in e4m3, in place of those in bf16; D is a multiple of 16. Gated, and
-  // tile-union alone.
+  // x [M, D], w_up and w_down [F, D] in e4m3, in place of those in bf16; D is a multiple of 16.
+  // Gated, and tile-union alone. h is in e4m3 too, with an exponent for each token and at most 192
+  // neurons of its union.
   ByteRowsCuda x_bytes, w_up_bytes;
   const float* y_scales = nullptr;  // [D] scales of the columns of w_down; null: none
+  const uint8_t* w_down_bytes = nullptr;
   bool in_bytes() const { return !x_bytes.empty(); }
   bool gated() const { return w_up != nullptr || in_bytes(); }
 };

@@ -4,10 +4,9 @@
 //   g = x w_gate^T,  u = x w_up^T, both in bf16;  h = f(g) * u, or f(u) without a gate, quantised
 //   per token in the pass that computes it;  y = h w_down^T
 // Which neurons fire is decided by g. The sparse execution, tile-union, computes the same g and u
-// on active neurons alone, and keeps h in bf16, so that it is the more exact one: w_down, a neuron
-// per row there, is widened to bf16 before each call, and its scales multiply the sums. A product
-// of both in e4m3 would need the neurons of a union next to each other in every row of w_down, and
-// the largest value of a token's h before the first of its products.
+// on active neurons alone, and quantises h per token and at most 192 neurons of a union, with a
+// power of two as its scale (tile_union/byte_down_sm90.cu). Without a gate it keeps h in bf16, and
+// widens w_down before each call.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -67,7 +67,20 @@ struct Case {
   bool gated = true;
   Activation activation = Activation::kRelu;
   bool add = false, mapped = false;
+  // Of every 900 neurons, u of the second 300 is 2^apart as large as random, that of the third
+  // 2^-apart, and w_down the inverse: all count alike in y, and blocks of h have other exponents.
+  int apart = 0;
+  double up = 0.05;  // size of the up weights
+
+  int exponent(int64_t neuron) const {
+    constexpr int kOf[3] = {0, 1, -1};
+    return apart * kOf[neuron / 300 % 3];
+  }
 };
+
+// How an execution keeps h: bf16; e4m3 with a scale per token; or e4m3 with powers of two as
+// scales of tokens in blocks of neurons, which leaves four significant bits of every value.
+enum class Hidden { kBf16, kTokens, kBlocks };
 
 double distance(const std::vector<double>& a, const std::vector<double>& b) {
   double difference = 0.0, size = 0.0;
@@ -89,8 +102,8 @@ class Reference {
       : c_(c),
         x_(quantised(input_values(c), c.tokens, c.width)),
         first_(quantised(firing_values(c), c.ffn, c.width)),
-        second_(quantised(rows_of_sizes(c.ffn, c.width, 5, 0.05f), c.ffn, c.width)),
-        down_(quantised(rows_of_sizes(c.width, c.ffn, 6, 0.1f), c.width, c.ffn)),
+        second_(quantised(up_values(c), c.ffn, c.width)),
+        down_(quantised(down_values(c), c.width, c.ffn)),
         before_(random_bf16(c.tokens * c.width, 8)) {
     make_h();
   }
@@ -103,19 +116,20 @@ class Reference {
   const std::vector<__nv_bfloat16>& before() const { return before_; }
   int64_t nnz() const { return nnz_; }
 
-  // y of an execution that has h in bf16, or in bytes.
-  std::vector<double> y(bool bytes) const {
+  std::vector<double> y(Hidden hidden) const {
     const OwnedByteMatrix h_bytes = quantised(h_, c_.tokens, c_.ffn);
     std::vector<double> y(static_cast<size_t>(c_.tokens * c_.width));
     for (int64_t m = 0; m < c_.tokens; ++m) {
       for (int64_t d = 0; d < c_.width; ++d) {
         double sum = 0.0;
-        if (bytes) {
+        if (hidden == Hidden::kTokens) {
           sum = product(h_bytes.view(), m, down_.view(), d);
         } else {
           for (int64_t n = 0; n < c_.ffn; ++n) {
-            const float of_h = h_[at(m, c_.ffn, n)];
-            if (of_h != 0.0f) sum += double{of_h} * double{down_.view().at(d, n)};
+            float of_h = h_[at(m, c_.ffn, n)];
+            if (of_h == 0.0f) continue;
+            if (hidden == Hidden::kBlocks) of_h = four_bits(of_h);
+            sum += double{of_h} * double{down_.view().at(d, n)};
           }
         }
         if (c_.add) sum += double{__bfloat162float(before_[at(m, c_.width, d)])};
@@ -142,6 +156,26 @@ class Reference {
       values[at(n, c.width, 0)] = active ? 0.5f : -3.0f;
     }
     return values;
+  }
+
+  static std::vector<float> up_values(const Case& c) {
+    auto values = rows_of_sizes(c.ffn, c.width, 5, static_cast<float>(c.up));
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = std::ldexp(values[i], c.exponent(static_cast<int64_t>(i) / c.width));
+    }
+    return values;
+  }
+  static std::vector<float> down_values(const Case& c) {
+    auto values = rows_of_sizes(c.width, c.ffn, 6, 0.1f);
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = std::ldexp(values[i], -c.exponent(static_cast<int64_t>(i) % c.ffn));
+    }
+    return values;
+  }
+  static float four_bits(float value) {
+    int exponent;
+    const float mantissa = std::frexp(value, &exponent);
+    return std::ldexp(std::nearbyint(mantissa * 16.0f), exponent - 4);
   }
 
   void make_h() {
@@ -256,10 +290,10 @@ class Layer {
 // g, u, h and y are rounded to bf16 (2^-9 each), sums of e4m3 products have at least 13 bits. A
 // relative change e flips e4m3's rounding of h, in steps of at most 2^-3, with probability e /
 // 2^-3, a norm of sqrt(e 2^-3).
-double bound_of(const Case& c, bool dense) {
+double bound_of(const Case& c, bool hidden_in_bytes) {
   const double steps = static_cast<double>(std::max(c.width, c.ffn)) / 32.0 + 1.0;
   const double change = 2.0 * (4.0 * 0x1p-9 + steps * 0x1p-13);
-  return dense ? change + std::sqrt(change * 0.125) : change;
+  return hidden_in_bytes ? change + std::sqrt(change * 0.125) : change;
 }
 
 class ByteFfnCudaTest : public testing::TestWithParam<Case> {};
@@ -275,9 +309,11 @@ TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
     SCOPED_TRACE(name);
     const bool few = name != "dense-gemms" && name != "tile-union";
     if (few && c.tokens > 64) continue;
-    const bool dense = name.starts_with("dense"), makes_rows = name == "made rows";
+    const bool makes_rows = name == "made rows";
+    Hidden hidden = name.starts_with("dense") ? Hidden::kTokens : Hidden::kBf16;
+    if (name == "tile-union" && c.gated) hidden = Hidden::kBlocks;
     const std::string_view execution = makes_rows ? "small-batch-fp8" : name;
-    // Tile-union widens w_down from either.
+    // Tile-union takes w_down of either order.
     const bool rows = few ? !makes_rows : c.mapped;
     const bool mapped = c.mapped && name == "tile-union";
     FfnPlansCuda plans(ctx, 1, c.ffn, {FfnPolicy::Kind::kNamed, execution});
@@ -285,7 +321,8 @@ TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
     const Layer::Result again = layer.run(plans, few, rows, mapped);
     EXPECT_EQ(again.execution, execution);
     EXPECT_EQ(again.y, got.y);
-    const double error = distance(got.y, reference.y(dense)), bound = bound_of(c, dense);
+    const double error = distance(got.y, reference.y(hidden));
+    const double bound = bound_of(c, hidden != Hidden::kBf16);
     fmt::print("{} {}: error {:.2e}, bound {:.2e}\n", c.name, name, error, bound);
     EXPECT_LE(error, bound);
     // Gates next to zero may be rounded to either side.
@@ -297,25 +334,29 @@ TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, ByteFfnCudaTest,
-    testing::Values(Case{"one", 1, 64, 256, 0.5}, Case{"one_ragged", 1, 208, 2064, 0.03},
-                    Case{"eight", 8, 1040, 5632, 0.01, true, Activation::kRelu, true},
-                    // Some 75, 115 and all of the 192 neurons of a cluster are active.
-                    Case{"nine", 9, 336, 5632, 0.4, true, Activation::kRelu, true},
-                    Case{"seventeen", 17, 144, 5632, 0.6, true, Activation::kRelu2},
-                    Case{"all", 24, 112, 5632, 1.0},
-                    Case{"thirty_three", 33, 80, 1040, 0.1, true, Activation::kDRelu},
-                    Case{"sixty_four", 64, 656, 1040, 0.1, true, Activation::kRelu, true},
-                    // A CTA's slice of x does not fit into shared memory.
-                    Case{"wide_x", 12, 4624, 208, 0.3}, Case{"wide_x_all", 3, 8208, 208, 1.0},
-                    Case{"none_of_few", 64, 96, 512, 0.0, true, Activation::kRelu, true},
-                    Case{"few_not_gated", 20, 656, 1552, 0.1, false, Activation::kRelu, true},
-                    Case{"many_neurons", 6, 64, 20000, 0.2}, Case{"ragged", 127, 272, 528, 0.1},
-                    Case{"ragged2", 129, 144, 1040, 0.02, true, Activation::kRelu, true, true},
-                    Case{"none", 130, 64, 256, 0.0}, Case{"full", 200, 128, 512, 1.0},
-                    Case{"relu2", 140, 128, 528, 0.1, true, Activation::kRelu2, true},
-                    Case{"not_gated", 150, 128, 784, 0.1, false, Activation::kRelu, true, true},
-                    Case{"not_gated_relu2", 64, 64, 272, 0.3, false, Activation::kRelu2},
-                    Case{"wide", 300, 1600, 1296, 0.05, true, Activation::kRelu, true, true}),
+    testing::Values(
+        Case{"one", 1, 64, 256, 0.5}, Case{"one_ragged", 1, 208, 2064, 0.03},
+        Case{"eight", 8, 1040, 5632, 0.01, true, Activation::kRelu, true},
+        // Some 75, 115 and all of the 192 neurons of a cluster are active.
+        Case{"nine", 9, 336, 5632, 0.4, true, Activation::kRelu, true},
+        Case{"seventeen", 17, 144, 5632, 0.6, true, Activation::kRelu2},
+        Case{"all", 24, 112, 5632, 1.0},
+        Case{"thirty_three", 33, 80, 1040, 0.1, true, Activation::kDRelu},
+        Case{"sixty_four", 64, 656, 1040, 0.1, true, Activation::kRelu, true},
+        // A CTA's slice of x does not fit into shared memory.
+        Case{"wide_x", 12, 4624, 208, 0.3}, Case{"wide_x_all", 3, 8208, 208, 1.0},
+        Case{"none_of_few", 64, 96, 512, 0.0, true, Activation::kRelu, true},
+        Case{"few_not_gated", 20, 656, 1552, 0.1, false, Activation::kRelu, true},
+        Case{"many_neurons", 6, 64, 20000, 0.2}, Case{"ragged", 127, 272, 528, 0.1},
+        Case{"ragged2", 129, 144, 1040, 0.02, true, Activation::kRelu, true, true},
+        Case{"none", 130, 64, 256, 0.0}, Case{"full", 200, 128, 512, 1.0},
+        Case{"relu2", 140, 128, 528, 0.1, true, Activation::kRelu2, true},
+        Case{"not_gated", 150, 128, 784, 0.1, false, Activation::kRelu, true, true},
+        Case{"not_gated_relu2", 64, 64, 272, 0.3, false, Activation::kRelu2},
+        Case{"wide", 300, 1600, 1296, 0.05, true, Activation::kRelu, true, true},
+        Case{"far_apart", 140, 272, 2064, 0.6, true, Activation::kRelu, false, false, 6},
+        Case{"large_up", 130, 144, 528, 0.2, true, Activation::kRelu2, false, false, 0, 1e12},
+        Case{"small_up", 130, 144, 528, 0.2, true, Activation::kDRelu, false, false, 0, 1e-12}),
     [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace

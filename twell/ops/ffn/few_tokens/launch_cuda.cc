@@ -15,18 +15,11 @@ void launch_row_stream(const FfnCallCuda& call) {
 // In e4m3, whose scales of w_down belong to its columns.
 void launch_small_batch_bytes(const FfnCallCuda& call) {
   const FfnWeightsCuda& weights = call.problem.weights;
-  const uint8_t* rows = weights.down_rows;
-  if (rows == nullptr) {
-    auto* const made = reinterpret_cast<uint8_t*>(call.buffers.w_down.data());
-    TWELL_CUDA_CHECK(launch_transpose_bytes(weights.down_bytes.values, call.width(), call.ffn(),
-                                            made, call.ctx.stream()));
-    rows = made;
-  }
   BatchFfnCuda problem = batch_ffn(call);
   problem.x_bytes = call.problem.x_bytes;
   problem.gate_bytes = weights.gate_bytes;
   problem.up_bytes = weights.up_bytes;
-  problem.down_bytes = {rows, weights.down_bytes.scales};
+  problem.down_bytes = {make_down_rows(call), weights.down_bytes.scales};
   few_token_ffn_cuda(call.ctx, problem, call.buffers.few_tokens);
 }
 

@@ -5,21 +5,26 @@ namespace twell {
 
 // Up starts on tiles that the gate GEMM has packed while the GEMM still runs.
 void launch_tile_union(const FfnCallCuda& call) {
-  if (call.problem.in_bytes()) {
-    const FfnWeightsCuda& weights = call.problem.weights;
+  const bool follows = call.gated();
+  const FfnWeightsCuda& weights = call.problem.weights;
+  const uint8_t* rows = nullptr;
+  if (call.problem.in_bytes() && call.gated()) {
+    rows = make_down_rows(call);
+  } else if (call.problem.in_bytes()) {
+    // Without a gate, h is in bf16.
     const bool has_rows = weights.down_rows != nullptr;
     TWELL_CUDA_CHECK(
         launch_widen_rows({.rows = has_rows ? call.ffn() : call.width(),
                            .cols = has_rows ? call.width() : call.ffn(),
                            .x = {has_rows ? weights.down_rows : weights.down_bytes.values, nullptr},
                            .transposed = !has_rows,
-                           .out = call.buffers.w_down.data()},
+                           .out = call.buffers.wide_down()},
                           call.ctx.stream()));
   }
-  const bool follows = call.gated();
   SparseUpDownCuda problem = packed_gate(
       call, follows ? call.buffers.tile_union.progress(call.problem.tokens) : GateProgress{});
   problem.follows_gate = follows;
+  problem.w_down_bytes = rows;
   tile_union_up_down_cuda(call.ctx, problem, call.buffers.tile_union);
 }
 

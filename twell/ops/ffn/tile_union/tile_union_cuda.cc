@@ -180,7 +180,12 @@ void tile_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,
   }
   Down down = down_of(problem, tiles);
   down.y_scales = problem.y_scales;
-  TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
+  if (problem.in_bytes()) {
+    down.weight_bytes = problem.w_down_bytes;
+    TWELL_CUDA_CHECK(launch_byte_down_sm90(down, ctas, stream));
+  } else {
+    TWELL_CUDA_CHECK(launch_down_sm90(down, ctas, stream));
+  }
 }
 
 void portable_union_up_down_cuda(CudaContext& ctx, const SparseUpDownCuda& problem,

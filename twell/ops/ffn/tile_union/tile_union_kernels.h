@@ -34,6 +34,25 @@ inline constexpr int kPortableBlocks = 4;  // of an item of the portable kernel
 inline constexpr int kSpreadItems = 128;
 inline constexpr int kColumns = 256;  // columns of y per work item of down
 
+// A block of activations in e4m3, in the layout WGMMA reads: rows of 64 bytes, whose 16-byte piece
+// i is at i XOR (row / 2) % 4; of every 16 neurons, which are a piece, in the order 0 1 8 9, 2 3 10
+// 11, 4 5 12 13, 6 7 14 15. Behind the values comes an int8 per token: h = value * 2^exponent.
+struct ByteBlock {
+  static constexpr uint32_t kValues = kTileTokens * kBlock;
+  static constexpr uint32_t kBytes = kValues + kTileTokens;
+  static constexpr int kNoExponent = -128;  // all values are 0
+
+#ifdef __CUDACC__
+  // The smallest exponent with which e4m3, at most 448, holds values up to `largest`.
+  __device__ __forceinline__ static int exponent_of(float largest) {
+    if (largest == 0.0f) return kNoExponent;
+    // 2^exponent is largest / 448 with its mantissa rounded up.
+    const int exponent = ((__float_as_int(largest * (1.0f / 448.0f)) + 0x7fffff) >> 23) - 127;
+    return min(max(exponent, -126), 120);
+  }
+#endif
+};
+
 // A row is heavy when it has over kHeavyFloor non-zeros and over kHeavyFactor times the mean of the
 // 128 rows of its tile. So less than 1 / kHeavyFactor of the rows are heavy, which bounds the
 // number of extra tiles.
@@ -144,6 +163,8 @@ struct Down {
   bool add;                         // y += instead of =, both rounded to bf16
   const int32_t* y_rows = nullptr;  // [M] row of y of each token; null: its own
   const float* y_scales = nullptr;  // [D] of columns of the weight; null: none
+  // [F, D] in e4m3, in place of `weight`; then activations are ByteBlocks.
+  const uint8_t* weight_bytes = nullptr;
 };
 
 // find_unions adds to activity what it counts, unless it is null. When it does not follow the gate
@@ -158,6 +179,8 @@ cudaError_t launch_place_gates(const Gate& gate, const Tiles& tiles, int ctas, c
                                Condition condition = nullptr);
 cudaError_t launch_up_sm90(const Up& up, int ctas, cudaStream_t stream);
 cudaError_t launch_down_sm90(const Down& down, int ctas, cudaStream_t stream);
+// With weight_bytes and y_scales.
+cudaError_t launch_byte_down_sm90(const Down& down, int ctas, cudaStream_t stream);
 // For compute capability 8.0 and later, behind find_unions without `entries` and place_gates, whose
 // activations are the gate that up multiplies with; not in e4m3. Items of up have at most
 // kPortableBlocks blocks.

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "twell/format/byte_rows.cuh"
 #include "twell/format/twell_reader.cuh"
 #include "twell/gpu/bf16_pair.cuh"
 #include "twell/gpu/launch.cuh"
@@ -243,8 +244,8 @@ struct Item {
         neurons(item.w),
         plain((item.z >> 8 & 1) != 0),
         first((item.z >> 16) * kBlock) {}
-  __device__ uint8_t* blocks_of(__nv_bfloat16* image) const {
-    return reinterpret_cast<uint8_t*>(image) + int64_t{first_block} * kBlockBytes;
+  __device__ uint8_t* blocks_of(__nv_bfloat16* image, uint32_t block_bytes) const {
+    return reinterpret_cast<uint8_t*>(image) + int64_t{first_block} * block_bytes;
   }
 };
 
@@ -534,6 +535,55 @@ struct Consumer {
     high *= gpu::high_half(gates);
   }
 
+  // h in e4m3, as ByteBlocks with the smallest exponents that fit each token's values. Each warp's
+  // part of a block, 16 tokens, takes the place of the first half of its gates.
+  template <int N>
+  __device__ __forceinline__ void write_bytes(float (&acc)[S::kAccumulators], const Item& item) {
+    const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+    const uint32_t part = shared.gate + (warpgroup * 64 + warp * 16) * 128;
+    float largest[2] = {};  // of rows g and g + 8 of the warp
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const uint32_t at = part + g * 128 + i / 8 * kBlockBytes + ((i % 8) ^ g) * 16 + t * 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t gates;
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(gates) : "r"(at + half * 8 * 128));
+        float &low = acc[4 * i + 2 * half], &high = acc[4 * i + 2 * half + 1];
+        apply_gate(gates, low, high);
+        largest[half] = fmaxf(largest[half], fmaxf(fabsf(low), fabsf(high)));
+      }
+    }
+    const int row = warpgroup * 64 + warp * 16 + g;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
+      largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
+      const int exponent = ByteBlock::exponent_of(largest[half]);
+      inverse[half] = __int_as_float((127 - max(exponent, -126)) << 23);
+      if (t != 0) continue;
+      uint8_t* to = item.blocks_of(gemm.tiles.activations, ByteBlock::kBytes) + ByteBlock::kValues +
+                    row + 8 * half;
+      for (int block = 0; block < N / kBlock; ++block) {
+        to[block * ByteBlock::kBytes] = static_cast<uint8_t>(exponent);
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N / 8; i += 2) {  // 16 neurons are a piece
+      const uint32_t at =
+          part + i / 8 * kBlockBytes + g * 64 + ((i / 2 % 4) ^ (g / 2)) * 16 + t * 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* h = acc + 4 * i + 2 * half;
+        const uint32_t bytes =
+            byte_rows::quantise4<ByteType::kE4M3>(h[0], h[1], h[4], h[5], inverse[half]);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + half * 8 * 64), "r"(bytes) : "memory");
+      }
+    }
+  }
+
   // The same of N neurons whose gates are the first half of acc: g is rounded as by the gate GEMM.
   // Counts the pairs that fire.
   template <int N>
@@ -571,6 +621,29 @@ struct Consumer {
     }
   }
 
+  // One thread stores this warpgroup's half of an item's blocks.
+  template <int Blocks>
+  __device__ __forceinline__ void store_blocks(const Item& item) const {
+    const uint32_t half = warpgroup * (kBlockBytes / 2);
+    if constexpr (kBytes) {
+      constexpr uint32_t kPart = ByteBlock::kValues / 8;  // of a warp
+      uint8_t* out =
+          item.blocks_of(gemm.tiles.activations, ByteBlock::kBytes) + warpgroup * 4 * kPart;
+      for (int i = 0; i < Blocks * 4; ++i) {
+        gpu::bulk_store(out + i / 4 * ByteBlock::kBytes + i % 4 * kPart,
+                        shared.gate + half + i / 4 * kBlockBytes + i % 4 * (kBlockBytes / 8),
+                        kPart);
+      }
+    } else {
+      uint8_t* out =
+          item.blocks_of(S::kFollows ? gemm.tiles.activations : gemm.product, kBlockBytes) + half;
+      for (int block = 0; block < Blocks; ++block) {
+        gpu::bulk_store(out + block * kBlockBytes, shared.gate + half + block * kBlockBytes,
+                        kBlockBytes / 2);
+      }
+    }
+  }
+
   // N: rows of the gathered operand.
   template <int N>
   __device__ __forceinline__ void run(float (&acc)[S::kAccumulators], const Item& item,
@@ -589,18 +662,15 @@ struct Consumer {
     }
     if constexpr (S::kGateToo) {
       write_both<N / 2>(acc, item);
+    } else if constexpr (kBytes) {
+      write_bytes<N>(acc, item);
     } else {
       write_result<N>(acc);
     }
     fence_async_shared();
     named_barrier(1 + warpgroup, 128);
     if (thread == 0) {
-      const uint32_t half = warpgroup * (kBlockBytes / 2);
-      uint8_t* out = item.blocks_of(S::kFollows ? gemm.tiles.activations : gemm.product) + half;
-      for (int block = 0; block < N / S::kWeights / kBlock; ++block) {
-        bulk_store(out + block * kBlockBytes, shared.gate + half + block * kBlockBytes,
-                   kBlockBytes / 2);
-      }
+      store_blocks<N / S::kWeights / kBlock>(item);
       bulk_store_commit();
     }
     storing = true;
