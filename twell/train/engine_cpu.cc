@@ -8,7 +8,6 @@
 #include "twell/base/error.h"
 #include "twell/model/scorer_cpu.h"
 #include "twell/ops/adamw/adamw.h"
-#include "twell/train/rank_outcome.h"
 #include "twell/train/validation.h"
 
 namespace twell {
@@ -110,13 +109,13 @@ void TrainEngineCpu::ask_teacher(TrainingBatch& batch) {
   batch.teacher_share = static_cast<float>(options_.distill);
 }
 
-int64_t TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOutcome& outcome) {
+RankShare TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOutcome& outcome) {
   ctx_.parallel_for(grads_.size(), 1 << 16, [&](int64_t begin, int64_t end, int) {
     std::fill(grads_.data() + begin, grads_.data() + end, 0.0f);
   });
   activity_.clear();
   const int64_t step_targets = micro_batches_.step_targets(request.step);
-  int64_t tokens = 0;
+  RankShare share;
   for (int64_t i = layout_.rank(); i < options_.micro_batches(); i += layout_.ranks()) {
     micro_batches_.read(request.step, i, inputs_, targets_, documents_);
     TrainingBatch batch;
@@ -138,12 +137,13 @@ int64_t TrainEngineCpu::accumulate_gradients(const StepRequest& request, StepOut
     activity_.add(result.layers);
     outcome.ce += result.loss_sum;
     outcome.kl += result.kl_sum;
-    tokens += result.loss_tokens;
+    share.targets += result.loss_tokens;
+    ++share.micro_batches;
   }
-  const double count = static_cast<double>(std::max<int64_t>(tokens, 1));
+  const double count = static_cast<double>(std::max<int64_t>(share.targets, 1));
   outcome.ce /= count;
   outcome.kl /= count;
-  return tokens;
+  return share;
 }
 
 double TrainEngineCpu::reduce_gradients(StepOutcome& outcome) {
@@ -165,10 +165,10 @@ double TrainEngineCpu::reduce_gradients(StepOutcome& outcome) {
 
 StepOutcome TrainEngineCpu::step(const StepRequest& request) {
   StepOutcome outcome;
-  const int64_t tokens = accumulate_gradients(request, outcome);
+  const RankShare share = accumulate_gradients(request, outcome);
   if (ranks_ != nullptr) activity_.merge_active(*ranks_);
   outcome.layers = activity_.metrics();
-  if (ranks_ != nullptr) combine_outcomes(*ranks_, static_cast<double>(tokens), outcome);
+  if (ranks_ != nullptr) combine_outcomes(*ranks_, share, outcome);
   outcome.grad_norm = reduce_gradients(outcome);
   if (!std::isfinite(outcome.ce) || !std::isfinite(outcome.grad_norm)) return outcome;
   optimizer_.step(ctx_, options_, request.step, outcome.grad_norm, grads_.span(), model_);

@@ -19,6 +19,7 @@
 #include "twell/train/micro_batches.h"
 #include "twell/train/optimizer.h"
 #include "twell/train/options.h"
+#include "twell/train/rank_outcome.h"
 #include "twell/train/shard_layout.h"
 
 namespace twell {
@@ -38,8 +39,7 @@ class TrainEngineCpu : public TrainEngine {
   void write_state(const StateFn& fill) override;
 
  private:
-  // Returns the number of tokens.
-  int64_t accumulate_gradients(const StepRequest& request, StepOutcome& outcome);
+  RankShare accumulate_gradients(const StepRequest& request, StepOutcome& outcome);
   double reduce_gradients(StepOutcome& outcome);  // returns their norm
   void ask_teacher(TrainingBatch& batch);
   void start_gathering();

@@ -313,7 +313,7 @@ StepOutcome TrainEngineCuda::outcome() {
     layer.execution = training_.execution(i);
   }
   if (ranks_ == nullptr) return outcome;
-  combine_outcomes(*ranks_, static_cast<double>(head.loss.tokens), outcome);
+  combine_outcomes(*ranks_, {own_micro_batches(), head.loss.tokens}, outcome);
   if (!std::isfinite(outcome.grad_norm) && outcome.culprit < 0) {
     std::vector<float> grads(static_cast<size_t>(layout_.parameters()));
     TWELL_CUDA_CHECK(cudaMemcpyAsync(grads.data(), optimizer_.grads(), grads.size() * sizeof(float),

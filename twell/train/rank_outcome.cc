@@ -8,20 +8,24 @@
 namespace twell {
 namespace {
 
-constexpr size_t kHead = 3, kPerLayer = 6;
+constexpr size_t kHead = 4, kPerLayer = 6;
 
 }  // namespace
 
-void combine_outcomes(Communicator& ranks, double tokens, StepOutcome& outcome) {
-  std::vector<double> mine = {tokens, outcome.ce, outcome.kl};
+void combine_outcomes(Communicator& ranks, RankShare share, StepOutcome& outcome) {
+  std::vector<double> mine = {static_cast<double>(share.micro_batches),
+                              static_cast<double>(share.targets), outcome.ce, outcome.kl};
   for (const LayerMetrics& layer : outcome.layers) {
     mine.insert(mine.end(),
                 {layer.nnz, layer.l1, layer.union_neurons, static_cast<double>(layer.recomputed),
                  static_cast<double>(layer.tail_rows), static_cast<double>(layer.max_nnz)});
   }
   const std::vector<double> all = ranks.all_gather_values(mine);
-  double total = 0.0;
-  for (size_t at = 0; at < all.size(); at += mine.size()) total += all[at];
+  double micro_batches = 0.0, targets = 0.0;
+  for (size_t at = 0; at < all.size(); at += mine.size()) {
+    micro_batches += all[at];
+    targets += all[at + 1];
+  }
   outcome.ce = outcome.kl = 0.0;
   for (LayerMetrics& layer : outcome.layers) {
     layer.nnz = layer.l1 = layer.union_neurons = 0.0;
@@ -29,15 +33,16 @@ void combine_outcomes(Communicator& ranks, double tokens, StepOutcome& outcome) 
   }
   for (int rank = 0; rank < ranks.size(); ++rank) {
     const double* from = all.data() + static_cast<size_t>(rank) * mine.size();
-    const double share = from[0] / std::max(total, 1.0);
-    if (outcome.culprit < 0 && !std::isfinite(from[1])) outcome.culprit = rank;
-    outcome.ce += share * from[1];
-    outcome.kl += share * from[2];
+    const double of_layers = from[0] / std::max(micro_batches, 1.0);
+    const double of_loss = from[1] / std::max(targets, 1.0);
+    if (outcome.culprit < 0 && !std::isfinite(from[2])) outcome.culprit = rank;
+    outcome.ce += of_loss * from[2];
+    outcome.kl += of_loss * from[3];
     from += kHead;
     for (LayerMetrics& layer : outcome.layers) {
-      layer.nnz += share * from[0];
-      layer.l1 += share * from[1];
-      layer.union_neurons += share * from[2];
+      layer.nnz += of_layers * from[0];
+      layer.l1 += of_layers * from[1];
+      layer.union_neurons += of_layers * from[2];
       layer.recomputed += static_cast<int64_t>(from[3]);
       layer.tail_rows += static_cast<int64_t>(from[4]);
       layer.max_nnz = std::max(layer.max_nnz, static_cast<int64_t>(from[5]));

@@ -12,10 +12,17 @@
 
 namespace twell {
 
-// Replaces the means over this rank's tokens by those over all, and maxima and counts likewise.
-// Dead neurons are left out: the caller has combined the flags they are counted from. `culprit`
-// becomes the first rank whose loss is not finite.
-void combine_outcomes(Communicator& ranks, double tokens, StepOutcome& outcome);
+// A rank's share of a step. Losses are means over targets, of which conversations have fewer than
+// tokens; layers' figures are means over micro-batches, which all have equally many tokens.
+struct RankShare {
+  int64_t micro_batches = 0;
+  int64_t targets = 0;
+};
+
+// Replaces this rank's means by those over all ranks, and maxima and counts likewise. Dead neurons
+// are left out: the caller has combined the flags they are counted from. `culprit` becomes the
+// first rank whose loss is not finite.
+void combine_outcomes(Communicator& ranks, RankShare share, StepOutcome& outcome);
 
 // The first rank for which `finite` is false; -1: none.
 int first_culprit(Communicator& ranks, bool finite);

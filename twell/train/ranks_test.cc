@@ -526,8 +526,8 @@ TEST_F(RanksTest, AFullDiskEndsNoRun) {
   }
 }
 
-// Means are over the tokens of all ranks, of which a rank may have few.
-TEST(CombineOutcomes, WeighsRanksByTheirTokens) {
+// Losses are means over the targets of all ranks, of which a rank may have few however many tokens.
+TEST(CombineOutcomes, WeighsRanksByTheirTargetsAndMicroBatches) {
   const auto errors = run_ranks(2, [](Communicator& all) {
     const bool first = all.rank() == 0;
     StepOutcome outcome;
@@ -543,16 +543,16 @@ TEST(CombineOutcomes, WeighsRanksByTheirTokens) {
                            .tail_rows = first ? 3 : 4,
                            .l1 = (first ? 12.0 : 16.0) * unit};
     }
-    combine_outcomes(all, first ? 30.0 : 10.0, outcome);
+    combine_outcomes(all, {.micro_batches = first ? 1 : 3, .targets = first ? 30 : 10}, outcome);
     EXPECT_DOUBLE_EQ(outcome.ce, 2.5);
     EXPECT_DOUBLE_EQ(outcome.kl, 10.0);
     EXPECT_EQ(outcome.culprit, -1);
     for (size_t i = 0; i < 2; ++i) {
       const LayerMetrics& layer = outcome.layers[i];
       const double unit = i == 0 ? 1.0 : 1000.0;
-      EXPECT_DOUBLE_EQ(layer.nnz, 50.0 * unit);
-      EXPECT_DOUBLE_EQ(layer.l1, 13.0 * unit);
-      EXPECT_DOUBLE_EQ(layer.union_neurons, 21.0 * unit);
+      EXPECT_DOUBLE_EQ(layer.nnz, 70.0 * unit);
+      EXPECT_DOUBLE_EQ(layer.l1, 15.0 * unit);
+      EXPECT_DOUBLE_EQ(layer.union_neurons, 23.0 * unit);
       EXPECT_EQ(layer.recomputed, 3);
       EXPECT_EQ(layer.tail_rows, 7);
       EXPECT_EQ(layer.max_nnz, 7);
