@@ -10,9 +10,9 @@
 namespace twell::cli {
 namespace {
 
-class Page {
+class InspectionPage {
  public:
-  explicit Page(const Inspection& inspection)
+  explicit InspectionPage(const Inspection& inspection)
       : in_(inspection), ffn_(static_cast<double>(inspection.config.ffn)) {
     for (int64_t i = 0; i < in_.config.layers; ++i) layers_.push_back(std::to_string(i));
   }
@@ -233,6 +233,8 @@ class Page {
 
 }  // namespace
 
-std::string inspection_html(const Inspection& inspection) { return Page(inspection).html(); }
+std::string inspection_html(const Inspection& inspection) {
+  return InspectionPage(inspection).html();
+}
 
 }  // namespace twell::cli

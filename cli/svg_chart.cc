@@ -14,8 +14,8 @@ namespace {
 constexpr double kWidth = 720, kHeight = 246;
 constexpr double kLeft = 64, kRight = 16, kTop = 12, kBottom = 48;
 constexpr double kPlotWidth = kWidth - kLeft - kRight, kPlotHeight = kHeight - kTop - kBottom;
-constexpr size_t kMostLabels = 20;  // most categories that get a label
-constexpr size_t kNarrow = 3;       // on a narrow page one of so many of them is shown
+constexpr size_t kMostLabels = 20;   // most categories that get a label
+constexpr size_t kNarrowLabels = 3;  // on a narrow page one of so many of them is shown
 
 std::string number(double value) {
   if (value != 0.0 && std::abs(value) < 10.0 && value != std::round(value)) {
@@ -167,9 +167,9 @@ std::string SvgChart::frame() const {
         kLeft, y(tick), kPlotWidth, kLeft - 6.0, y(tick) + 4.0, number(tick), axis_.unit);
   }
   const size_t every = std::max<size_t>((categories_.size() + kMostLabels - 1) / kMostLabels, 1);
-  const bool many = categories_.size() > kMostLabels / kNarrow;
+  const bool many = categories_.size() > kMostLabels / kNarrowLabels;
   for (size_t i = 0; i < categories_.size(); i += every) {
-    const bool left_out = many && i / every % kNarrow != 0;
+    const bool left_out = many && i / every % kNarrowLabels != 0;
     out += fmt::format("<text{} x='{:.2f}' y='{:.1f}' text-anchor='middle'>{}</text>\n",
                        left_out ? " class='more'" : "", x(i), kTop + kPlotHeight + 18.0,
                        html_escape(categories_[i]));

@@ -33,6 +33,14 @@ inline std::vector<int8_t> random_signs(int64_t n, uint64_t stream) {
   return values;
 }
 
+inline int dot_of_signs(const int8_t* a, const int8_t* b, int64_t n) {
+  int sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+inline float rounded_to_bf16(float value) { return __bfloat162float(__float2bfloat16(value)); }
+
 template <typename T>
 std::vector<__nv_bfloat16> to_bf16s(const std::vector<T>& values) {
   std::vector<__nv_bfloat16> out(values.size());

@@ -19,7 +19,7 @@
 namespace twell {
 namespace {
 
-std::vector<__nv_bfloat16> random_bf16(int64_t n, uint64_t stream, float scale) {
+std::vector<__nv_bfloat16> normal_bf16(int64_t n, uint64_t stream, float scale) {
   std::vector<__nv_bfloat16> values(static_cast<size_t>(n));
   for (size_t i = 0; i < values.size(); ++i) {
     values[i] = __float2bfloat16(scale * normal(11, stream, i));
@@ -77,10 +77,10 @@ TEST_P(FfnCudaTest, SparseIsAsCloseToExactAsDense) {
   const auto [gated, activation] = GetParam();
   const bool squared = activation == Activation::kRelu2;
   const int64_t tokens = 260, width = 320, ffn = 1000;
-  const auto x = random_bf16(tokens * width, 0, 1.0f);
-  auto firing = random_bf16(ffn * width, 1, 0.05f);
-  const auto other = random_bf16(ffn * width, 2, 0.05f);
-  const auto down = random_bf16(ffn * width, 3, 0.05f);
+  const auto x = normal_bf16(tokens * width, 0, 1.0f);
+  auto firing = normal_bf16(ffn * width, 1, 0.05f);
+  const auto other = normal_bf16(ffn * width, 2, 0.05f);
+  const auto down = normal_bf16(ffn * width, 3, 0.05f);
   // Every fifth neuron fires on half of the tokens, the others on none or a few.
   auto biased = x;
   for (int64_t m = 0; m < tokens; ++m) {
@@ -179,17 +179,17 @@ class FollowedGateCudaTest : public testing::TestWithParam<int64_t> {};
 TEST_P(FollowedGateCudaTest, ChangesNothing) {
   TWELL_HOPPER_TEST();
   const int64_t tokens = GetParam(), width = 192, ffn = 1000;
-  auto x = random_bf16(tokens * width, 0, 1.0f);
+  auto x = normal_bf16(tokens * width, 0, 1.0f);
   for (int64_t m = 0; m < tokens; ++m) {
     x[static_cast<size_t>(m * width)] = __float2bfloat16(m % 37 == 0 ? -1.0f : 1.0f);
   }
-  auto gate = random_bf16(ffn * width, 1, 0.05f);
+  auto gate = normal_bf16(ffn * width, 1, 0.05f);
   for (int64_t n = 0; n < ffn; ++n) {
     gate[static_cast<size_t>(n * width)] = __float2bfloat16(n % 5 == 0 ? -1.0f : -2.5f);
   }
   const auto device_x = upload(x), device_gate = upload(gate),
-             device_up = upload(random_bf16(ffn * width, 2, 0.05f)),
-             device_down = upload(random_bf16(ffn * width, 3, 0.05f));
+             device_up = upload(normal_bf16(ffn * width, 2, 0.05f)),
+             device_down = upload(normal_bf16(ffn * width, 3, 0.05f));
   TileUnionWorkspace workspace(10000, ffn);
   const TwellShape shape{tokens, ffn, 256, 8};
   const auto y_of = [&](bool follows) {

@@ -16,13 +16,13 @@ namespace twell {
 namespace {
 
 // A layer with biased gates: x[:, 0] is 1, w_gate[:, 0] sets how often a neuron fires.
-struct Layer {
+struct PlanLayer {
   int64_t tokens, width, ffn;
   bool gated;
   BlendedActivation f = {};
   DeviceBuffer<__nv_bfloat16> x, firing, other, down;
 
-  Layer(int64_t tokens_in, int64_t width_in, int64_t ffn_in, bool gated_in, float bias)
+  PlanLayer(int64_t tokens_in, int64_t width_in, int64_t ffn_in, bool gated_in, float bias)
       : tokens(tokens_in), width(width_in), ffn(ffn_in), gated(gated_in) {
     auto values = random(tokens * width, 1, 1.0f);
     for (int64_t m = 0; m < tokens; ++m) {
@@ -61,7 +61,7 @@ struct Outcome {
   LayerActivity activity;
 };
 
-Outcome run(CudaContext& ctx, const CudaStream& stream, const Layer& layer, FfnPolicy policy,
+Outcome run(CudaContext& ctx, const CudaStream& stream, const PlanLayer& layer, FfnPolicy policy,
             bool count_rows, int graph_replays = 0,
             const std::vector<__nv_bfloat16>& residual = {}) {
   FfnPlansCuda plans(ctx, 2, layer.ffn, policy);
@@ -98,12 +98,12 @@ double difference(const std::vector<__nv_bfloat16>& a, const std::vector<__nv_bf
   return std::sqrt(error / size);  // NaN where anything is NaN
 }
 
-struct Case {
+struct PlanCase {
   int64_t tokens, width, ffn;
   bool gated;
   float bias;
 };
-class FfnPlanCudaTest : public testing::TestWithParam<Case> {};
+class FfnPlanCudaTest : public testing::TestWithParam<PlanCase> {};
 
 // FATReLU's threshold is one that bf16 has, so that gates may equal it.
 constexpr BlendedActivation kKinds[] = {{},
@@ -113,8 +113,8 @@ constexpr BlendedActivation kKinds[] = {{},
 
 TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
   TWELL_GPU_TEST();
-  const Case& c = GetParam();
-  Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
+  const PlanCase& c = GetParam();
+  PlanLayer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
   for (const BlendedActivation& kind : kKinds) {
     if (kind.is_drelu() && !c.gated) continue;
     SCOPED_TRACE(activation_name(kind.kind));
@@ -150,7 +150,7 @@ TEST_P(FfnPlanCudaTest, EveryExecutionGivesTheDenseResultAndCounts) {
 // candidates there are.
 TEST(FfnPlanCuda, RunsBehindAScreen) {
   TWELL_HOPPER_TEST();
-  Layer layer(9000, 1024, 4096, true, -2.0f);
+  PlanLayer layer(9000, 1024, 4096, true, -2.0f);
   for (const BlendedActivation& kind : kKinds) {
     if (kind.is_relu2()) continue;
     SCOPED_TRACE(activation_name(kind.kind));
@@ -217,9 +217,9 @@ TEST(FfnPlanCuda, RunsBehindAScreen) {
 // Row r of x then belongs to row y_rows[r] of y.
 TEST_P(FfnPlanCudaTest, TakesRowsInAnotherOrder) {
   TWELL_GPU_TEST();
-  const Case& c = GetParam();
-  const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
-  const auto residual = Layer::random(c.tokens * c.width, 5, 1.0f);
+  const PlanCase& c = GetParam();
+  const PlanLayer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
+  const auto residual = PlanLayer::random(c.tokens * c.width, 5, 1.0f);
   const std::vector<int32_t> rows = shuffled_rows(c.tokens);
   std::vector<int32_t> tokens(rows.size());
   for (size_t m = 0; m < rows.size(); ++m) {
@@ -253,9 +253,9 @@ TEST_P(FfnPlanCudaTest, TakesRowsInAnotherOrder) {
 // The result and the sum are each rounded to bf16 once.
 TEST_P(FfnPlanCudaTest, AddsToAResidual) {
   TWELL_GPU_TEST();
-  const Case& c = GetParam();
-  const Layer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
-  const auto residual = Layer::random(c.tokens * c.width, 5, 1.0f);
+  const PlanCase& c = GetParam();
+  const PlanLayer layer(c.tokens, c.width, c.ffn, c.gated, c.bias);
+  const auto residual = PlanLayer::random(c.tokens * c.width, 5, 1.0f);
   for (const FfnPolicy policy :
        {FfnPolicy::kDense, FfnPolicy::kSparse, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
     if (policy == FfnPolicy::kSparse && c.tokens > 2048) continue;  // runs tile-union
@@ -273,13 +273,13 @@ TEST_P(FfnPlanCudaTest, AddsToAResidual) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, FfnPlanCudaTest,
-                         testing::Values(Case{1, 64, 256, true, 0.0f},
-                                         Case{64, 320, 1000, true, -1.0f},
-                                         Case{65, 320, 1000, false, -1.0f},
-                                         Case{128, 320, 1000, true, -1.0f},
-                                         Case{300, 256, 1536, true, -2.0f},
+                         testing::Values(PlanCase{1, 64, 256, true, 0.0f},
+                                         PlanCase{64, 320, 1000, true, -1.0f},
+                                         PlanCase{65, 320, 1000, false, -1.0f},
+                                         PlanCase{128, 320, 1000, true, -1.0f},
+                                         PlanCase{300, 256, 1536, true, -2.0f},
                                          // More than one chunk of tokens.
-                                         Case{135301, 64, 264, true, -2.0f}));
+                                         PlanCase{135301, 64, 264, true, -2.0f}));
 
 // NaN in a token reaches that token's whole result, and no other token, in every execution.
 // cuBLASLt's ReLU is part of the dense one.
@@ -288,7 +288,7 @@ TEST(FfnPlanCuda, NanReachesItsTokenOnly) {
   constexpr int64_t kWidth = 320, kFfn = 1000;
   for (const bool gated : {true, false}) {
     for (const int64_t tokens : {1, 5, 8, 9, 40, 65, 300}) {
-      const Layer layer(tokens, kWidth, kFfn, gated, -1.0f);
+      const PlanLayer layer(tokens, kWidth, kFfn, gated, -1.0f);
       const auto finite = run(ctx, stream, layer, FfnPolicy::kDense, true).y;
       const int64_t bad = tokens / 2;
       const __nv_bfloat16 nan = __float2bfloat16(NAN);
@@ -329,7 +329,7 @@ TEST(FfnPlanCuda, DenseProductsTakeRowsAlong) {
   for (const bool gated : {false, true}) {
     SCOPED_TRACE(gated);
     constexpr int64_t kTokens = 300, kRows = 384, kWidth = 128, kFfn = 512;
-    Layer layer(kRows, kWidth, kFfn, gated, -1.0f);
+    PlanLayer layer(kRows, kWidth, kFfn, gated, -1.0f);
     std::vector<__nv_bfloat16> x = download(layer.x);
     std::fill(x.begin() + kTokens * kWidth, x.end(), __float2bfloat16(NAN));
     layer.x = upload(x);
@@ -364,8 +364,8 @@ TEST(FfnPlanCuda, DenseProductsTakeRowsAlong) {
 
 TEST(FfnPlanCuda, LearnsFromWhatItRan) {
   TWELL_HOPPER_TEST();
-  const Layer light(4096, 2048, 5632, true, -3.5f), full(4096, 2048, 5632, true, 3.0f);
-  for (const Layer* layer : {&light, &full}) {
+  const PlanLayer light(4096, 2048, 5632, true, -3.5f), full(4096, 2048, 5632, true, 3.0f);
+  for (const PlanLayer* layer : {&light, &full}) {
     FfnPlansCuda plans(ctx, 1, layer->ffn, FfnPolicy::kAuto);
     FfnWorkspaceCuda workspace(ctx, layer->tokens, layer->width, layer->ffn, true);
     const auto y = poisoned<__nv_bfloat16>(layer->tokens * layer->width);
@@ -426,7 +426,7 @@ TEST(FfnPlanCuda, TakesFewerTokensAtOnceWhereTheyTakeMuchMemory) {
 TEST(FfnPlanCuda, ReplaysAsAGraph) {
   TWELL_GPU_TEST();
   for (const int64_t tokens : {8, 200}) {
-    const Layer layer(tokens, 256, 1024, true, -1.5f);
+    const PlanLayer layer(tokens, 256, 1024, true, -1.5f);
     for (const FfnPolicy policy :
          {FfnPolicy::kDense, FfnPolicy::kSparse, FfnPolicy::kTileUnion, FfnPolicy::kRowFused}) {
       const Outcome once = run(ctx, stream, layer, policy, false);

@@ -38,7 +38,7 @@ std::vector<float> rows_of_sizes(int64_t rows, int64_t cols, uint64_t stream, fl
   return values;
 }
 
-OwnedByteMatrix quantised(const std::vector<float>& values, int64_t rows, int64_t cols) {
+OwnedByteMatrix e4m3_rows(const std::vector<float>& values, int64_t rows, int64_t cols) {
   return quantise_rows(ByteType::kE4M3, ConstMatrixF(values.data(), rows, cols));
 }
 
@@ -60,7 +60,7 @@ double product(const ByteMatrix& a, int64_t row, const ByteMatrix& b, int64_t co
   return sum * double{a.scales[row]} * double{b.scales[col]};
 }
 
-struct Case {
+struct ByteCase {
   const char* name;
   int64_t tokens, width, ffn;
   double active;  // share of neurons whose gates are not pushed below zero
@@ -98,12 +98,12 @@ size_t at(int64_t row, int64_t cols, int64_t col) { return static_cast<size_t>(r
 // A layer's inputs on the host, and what both kinds of executions make of them.
 class Reference {
  public:
-  explicit Reference(const Case& c)
+  explicit Reference(const ByteCase& c)
       : c_(c),
-        x_(quantised(input_values(c), c.tokens, c.width)),
-        first_(quantised(firing_values(c), c.ffn, c.width)),
-        second_(quantised(up_values(c), c.ffn, c.width)),
-        down_(quantised(down_values(c), c.width, c.ffn)),
+        x_(e4m3_rows(input_values(c), c.tokens, c.width)),
+        first_(e4m3_rows(firing_values(c), c.ffn, c.width)),
+        second_(e4m3_rows(up_values(c), c.ffn, c.width)),
+        down_(e4m3_rows(down_values(c), c.width, c.ffn)),
         before_(random_bf16(c.tokens * c.width, 8)) {
     make_h();
   }
@@ -117,7 +117,7 @@ class Reference {
   int64_t nnz() const { return nnz_; }
 
   std::vector<double> y(Hidden hidden) const {
-    const OwnedByteMatrix h_bytes = quantised(h_, c_.tokens, c_.ffn);
+    const OwnedByteMatrix h_bytes = e4m3_rows(h_, c_.tokens, c_.ffn);
     std::vector<double> y(static_cast<size_t>(c_.tokens * c_.width));
     for (int64_t m = 0; m < c_.tokens; ++m) {
       for (int64_t d = 0; d < c_.width; ++d) {
@@ -142,14 +142,14 @@ class Reference {
  private:
   // The first column of x is large, and that of the firing weights negative where neurons rest.
   // Every seventh of many tokens activates all of its neurons, so that tiles overflow.
-  static std::vector<float> input_values(const Case& c) {
+  static std::vector<float> input_values(const ByteCase& c) {
     auto values = rows_of_sizes(c.tokens, c.width, 1, 1.0f);
     for (int64_t m = 0; m < c.tokens; ++m) {
       values[at(m, c.width, 0)] = c.tokens > 64 && m % 7 == 3 ? -4.0f : 4.0f;
     }
     return values;
   }
-  static std::vector<float> firing_values(const Case& c) {
+  static std::vector<float> firing_values(const ByteCase& c) {
     auto values = rows_of_sizes(c.ffn, c.width, 2, 0.05f);
     for (int64_t n = 0; n < c.ffn; ++n) {
       const bool active = uniform(3, 4, static_cast<uint64_t>(n)) < c.active;
@@ -158,14 +158,14 @@ class Reference {
     return values;
   }
 
-  static std::vector<float> up_values(const Case& c) {
+  static std::vector<float> up_values(const ByteCase& c) {
     auto values = rows_of_sizes(c.ffn, c.width, 5, static_cast<float>(c.up));
     for (size_t i = 0; i < values.size(); ++i) {
       values[i] = std::ldexp(values[i], c.exponent(static_cast<int64_t>(i) / c.width));
     }
     return values;
   }
-  static std::vector<float> down_values(const Case& c) {
+  static std::vector<float> down_values(const ByteCase& c) {
     auto values = rows_of_sizes(c.width, c.ffn, 6, 0.1f);
     for (size_t i = 0; i < values.size(); ++i) {
       values[i] = std::ldexp(values[i], -c.exponent(static_cast<int64_t>(i) % c.ffn));
@@ -194,7 +194,7 @@ class Reference {
     }
   }
 
-  Case c_;
+  ByteCase c_;
   OwnedByteMatrix x_, first_, second_, down_;
   std::vector<__nv_bfloat16> before_;
   std::vector<float> h_;
@@ -202,9 +202,9 @@ class Reference {
 };
 
 // The layer on the GPU.
-class Layer {
+class ByteLayer {
  public:
-  Layer(CudaContext& ctx, const Case& c, const Reference& reference)
+  ByteLayer(CudaContext& ctx, const ByteCase& c, const Reference& reference)
       : ctx_(ctx),
         c_(c),
         reference_(reference),
@@ -278,7 +278,7 @@ class Layer {
 
  private:
   CudaContext& ctx_;
-  Case c_;
+  ByteCase c_;
   const Reference& reference_;
   DeviceBytes x_, first_, second_, down_;
   FfnWorkspaceCuda workspace_;
@@ -290,19 +290,19 @@ class Layer {
 // g, u, h and y are rounded to bf16 (2^-9 each), sums of e4m3 products have at least 13 bits. A
 // relative change e flips e4m3's rounding of h, in steps of at most 2^-3, with probability e /
 // 2^-3, a norm of sqrt(e 2^-3).
-double bound_of(const Case& c, bool hidden_in_bytes) {
+double bound_of(const ByteCase& c, bool hidden_in_bytes) {
   const double steps = static_cast<double>(std::max(c.width, c.ffn)) / 32.0 + 1.0;
   const double change = 2.0 * (4.0 * 0x1p-9 + steps * 0x1p-13);
   return hidden_in_bytes ? change + std::sqrt(change * 0.125) : change;
 }
 
-class ByteFfnCudaTest : public testing::TestWithParam<Case> {};
+class ByteFfnCudaTest : public testing::TestWithParam<ByteCase> {};
 
 TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
   TWELL_HOPPER_TEST();
-  const Case& c = GetParam();
+  const ByteCase& c = GetParam();
   const Reference reference(c);
-  Layer layer(ctx, c, reference);
+  ByteLayer layer(ctx, c, reference);
   const auto nnz = static_cast<double>(reference.nnz());
   for (const std::string_view name :
        {"dense-gemms", "tile-union", "dense-few-fp8", "small-batch-fp8", "made rows"}) {
@@ -317,8 +317,8 @@ TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
     const bool rows = few ? !makes_rows : c.mapped;
     const bool mapped = c.mapped && name == "tile-union";
     FfnPlansCuda plans(ctx, 1, c.ffn, {FfnPolicy::Kind::kNamed, execution});
-    const Layer::Result got = layer.run(plans, few, rows, mapped);
-    const Layer::Result again = layer.run(plans, few, rows, mapped);
+    const ByteLayer::Result got = layer.run(plans, few, rows, mapped);
+    const ByteLayer::Result again = layer.run(plans, few, rows, mapped);
     EXPECT_EQ(again.execution, execution);
     EXPECT_EQ(again.y, got.y);
     const double error = distance(got.y, reference.y(hidden));
@@ -335,28 +335,28 @@ TEST_P(ByteFfnCudaTest, EqualsTheReferenceDenseAndSparse) {
 INSTANTIATE_TEST_SUITE_P(
     Shapes, ByteFfnCudaTest,
     testing::Values(
-        Case{"one", 1, 64, 256, 0.5}, Case{"one_ragged", 1, 208, 2064, 0.03},
-        Case{"eight", 8, 1040, 5632, 0.01, true, Activation::kRelu, true},
+        ByteCase{"one", 1, 64, 256, 0.5}, ByteCase{"one_ragged", 1, 208, 2064, 0.03},
+        ByteCase{"eight", 8, 1040, 5632, 0.01, true, Activation::kRelu, true},
         // Some 75, 115 and all of the 192 neurons of a cluster are active.
-        Case{"nine", 9, 336, 5632, 0.4, true, Activation::kRelu, true},
-        Case{"seventeen", 17, 144, 5632, 0.6, true, Activation::kRelu2},
-        Case{"all", 24, 112, 5632, 1.0},
-        Case{"thirty_three", 33, 80, 1040, 0.1, true, Activation::kDRelu},
-        Case{"sixty_four", 64, 656, 1040, 0.1, true, Activation::kRelu, true},
+        ByteCase{"nine", 9, 336, 5632, 0.4, true, Activation::kRelu, true},
+        ByteCase{"seventeen", 17, 144, 5632, 0.6, true, Activation::kRelu2},
+        ByteCase{"all", 24, 112, 5632, 1.0},
+        ByteCase{"thirty_three", 33, 80, 1040, 0.1, true, Activation::kDRelu},
+        ByteCase{"sixty_four", 64, 656, 1040, 0.1, true, Activation::kRelu, true},
         // A CTA's slice of x does not fit into shared memory.
-        Case{"wide_x", 12, 4624, 208, 0.3}, Case{"wide_x_all", 3, 8208, 208, 1.0},
-        Case{"none_of_few", 64, 96, 512, 0.0, true, Activation::kRelu, true},
-        Case{"few_not_gated", 20, 656, 1552, 0.1, false, Activation::kRelu, true},
-        Case{"many_neurons", 6, 64, 20000, 0.2}, Case{"ragged", 127, 272, 528, 0.1},
-        Case{"ragged2", 129, 144, 1040, 0.02, true, Activation::kRelu, true, true},
-        Case{"none", 130, 64, 256, 0.0}, Case{"full", 200, 128, 512, 1.0},
-        Case{"relu2", 140, 128, 528, 0.1, true, Activation::kRelu2, true},
-        Case{"not_gated", 150, 128, 784, 0.1, false, Activation::kRelu, true, true},
-        Case{"not_gated_relu2", 64, 64, 272, 0.3, false, Activation::kRelu2},
-        Case{"wide", 300, 1600, 1296, 0.05, true, Activation::kRelu, true, true},
-        Case{"far_apart", 140, 272, 2064, 0.6, true, Activation::kRelu, false, false, 6},
-        Case{"large_up", 130, 144, 528, 0.2, true, Activation::kRelu2, false, false, 0, 1e12},
-        Case{"small_up", 130, 144, 528, 0.2, true, Activation::kDRelu, false, false, 0, 1e-12}),
+        ByteCase{"wide_x", 12, 4624, 208, 0.3}, ByteCase{"wide_x_all", 3, 8208, 208, 1.0},
+        ByteCase{"none_of_few", 64, 96, 512, 0.0, true, Activation::kRelu, true},
+        ByteCase{"few_not_gated", 20, 656, 1552, 0.1, false, Activation::kRelu, true},
+        ByteCase{"many_neurons", 6, 64, 20000, 0.2}, ByteCase{"ragged", 127, 272, 528, 0.1},
+        ByteCase{"ragged2", 129, 144, 1040, 0.02, true, Activation::kRelu, true, true},
+        ByteCase{"none", 130, 64, 256, 0.0}, ByteCase{"full", 200, 128, 512, 1.0},
+        ByteCase{"relu2", 140, 128, 528, 0.1, true, Activation::kRelu2, true},
+        ByteCase{"not_gated", 150, 128, 784, 0.1, false, Activation::kRelu, true, true},
+        ByteCase{"not_gated_relu2", 64, 64, 272, 0.3, false, Activation::kRelu2},
+        ByteCase{"wide", 300, 1600, 1296, 0.05, true, Activation::kRelu, true, true},
+        ByteCase{"far_apart", 140, 272, 2064, 0.6, true, Activation::kRelu, false, false, 6},
+        ByteCase{"large_up", 130, 144, 528, 0.2, true, Activation::kRelu2, false, false, 0, 1e12},
+        ByteCase{"small_up", 130, 144, 528, 0.2, true, Activation::kDRelu, false, false, 0, 1e-12}),
     [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace

@@ -23,7 +23,7 @@ namespace {
 // The kernels for Hopper, and those for every GPU.
 using FewTokenFfn = void (*)(CudaContext&, const BatchFfnCuda&, FewTokenWorkspace&);
 
-struct Case {
+struct FewTokenCase {
   const char* name;
   int64_t tokens, width, ffn;
   int bias;  // of every neuron: sets how many fire
@@ -31,16 +31,8 @@ struct Case {
   bool up_relu = false;  // dReLU
 };
 
-int dot(const int8_t* a, const int8_t* b, int64_t n) {
-  int sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
-float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
-
-struct Problem {
-  explicit Problem(const Case& c)
+struct FewTokenProblem {
+  explicit FewTokenProblem(const FewTokenCase& c)
       : spec(c),
         x(random_signs(c.tokens * c.width, 1)),
         w_first(random_signs(c.ffn * c.width, 2)),
@@ -65,19 +57,19 @@ struct Problem {
       const int8_t* down = w_down.data() + n * spec.width;
       for (int64_t m = 0; m < spec.tokens; ++m) {
         const int8_t* row = x.data() + m * spec.width;
-        const int sum = dot(row, w_first.data() + n * spec.width, spec.width);
+        const int sum = dot_of_signs(row, w_first.data() + n * spec.width, spec.width);
         if (sum <= 0) continue;
         ++nonzeros;
-        float h = rounded(static_cast<float>(sum));
+        float h = rounded_to_bf16(static_cast<float>(sum));
         if (spec.gated) {
-          const int up = dot(row, w_up.data() + n * spec.width, spec.width);
-          h = rounded(h * static_cast<float>(spec.up_relu ? std::max(up, 0) : up));
+          const int up = dot_of_signs(row, w_up.data() + n * spec.width, spec.width);
+          h = rounded_to_bf16(h * static_cast<float>(spec.up_relu ? std::max(up, 0) : up));
         }
         float* out = y.data() + m * spec.width;
         for (int64_t d = 0; d < spec.width; ++d) out[d] += h * static_cast<float>(down[d]);
       }
     }
-    for (float& value : y) value = rounded(value);
+    for (float& value : y) value = rounded_to_bf16(value);
     return y;
   }
 
@@ -107,7 +99,7 @@ struct Problem {
     return download(y);
   }
 
-  Case spec;
+  FewTokenCase spec;
   std::vector<int8_t> x, w_first, w_up, w_down;
   DeviceBuffer<__nv_bfloat16> device_x, device_first, device_up, device_down;
   DeviceBuffer<ActivityCuda> activity;
@@ -122,11 +114,11 @@ void expect_equal(const std::vector<__nv_bfloat16>& got, const std::vector<float
   }
 }
 
-class FewTokenFfnCudaTest : public testing::TestWithParam<Case> {};
+class FewTokenFfnCudaTest : public testing::TestWithParam<FewTokenCase> {};
 
 TEST_P(FewTokenFfnCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   TWELL_HOPPER_TEST();
-  Problem problem(GetParam());
+  FewTokenProblem problem(GetParam());
   FewTokenWorkspace workspace(problem.spec.ffn);
   const auto want = problem.expected();
   const auto once = problem.run(ctx, stream, workspace);
@@ -139,12 +131,12 @@ TEST_P(FewTokenFfnCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
 }
 
 // Up to 8 tokens of at most 4,096 columns.
-bool streams(const Case& spec) { return spec.tokens <= 8 && spec.width <= kMaxStreamWidth; }
+bool streams(const FewTokenCase& spec) { return spec.tokens <= 8 && spec.width <= kMaxStreamWidth; }
 
 TEST_P(FewTokenFfnCudaTest, StreamIsTheDenseLayerToTheBitAndRepeats) {
   TWELL_HOPPER_TEST();
   if (!streams(GetParam())) return;
-  Problem problem(GetParam());
+  FewTokenProblem problem(GetParam());
   FewTokenWorkspace workspace(problem.spec.ffn, problem.spec.width);
   const auto want = problem.expected();
   const auto once = problem.run(ctx, stream, workspace, row_stream_ffn_cuda);
@@ -159,7 +151,7 @@ TEST_P(FewTokenFfnCudaTest, StreamIsTheDenseLayerToTheBitAndRepeats) {
 // Rows take up to 8 tokens whose x fits into shared memory, batches up to 32.
 TEST_P(FewTokenFfnCudaTest, PortableIsTheDenseLayerToTheBitAndRepeats) {
   TWELL_GPU_TEST();
-  Problem problem(GetParam());
+  FewTokenProblem problem(GetParam());
   FewTokenWorkspace workspace(problem.spec.ffn);
   const auto want = problem.expected();
   unsigned long long calls = 0;
@@ -180,44 +172,58 @@ TEST_P(FewTokenFfnCudaTest, PortableIsTheDenseLayerToTheBitAndRepeats) {
 INSTANTIATE_TEST_SUITE_P(
     Shapes, FewTokenFfnCudaTest,
     testing::Values(
-        Case{"smallest", 1, 8, 8, 0}, Case{"two tokens", 2, 320, 1000, -20},
+        FewTokenCase{"smallest", 1, 8, 8, 0}, FewTokenCase{"two tokens", 2, 320, 1000, -20},
         // The last CTA of each cluster has no columns.
-        Case{"narrow, half fires 16", 16, 320, 5632, 0}, Case{"seven", 7, 72, 264, -3},
-        Case{"eight", 8, 320, 1000, -25}, Case{"nine", 9, 320, 1000, -25},
-        Case{"sixteen", 16, 520, 2048, -30}, Case{"seventeen", 17, 136, 1000, -10},
-        Case{"thirty one", 31, 320, 1000, -20}, Case{"thirty three", 33, 320, 1000, -25},
-        Case{"sixty four", 64, 320, 1000, -25}, Case{"wide x 9", 9, 12808, 64, 0},
-        Case{"wide x 24", 24, 9224, 64, 0}, Case{"wide x 64", 64, 8200, 104, -60},
-        Case{"wide x 5", 5, 8200, 104, -60}, Case{"wide x 8 two passes", 8, 2056, 7000, -70},
-        Case{"wide x 3 everything fires", 3, 4104, 264, 127},
+        FewTokenCase{"narrow, half fires 16", 16, 320, 5632, 0},
+        FewTokenCase{"seven", 7, 72, 264, -3}, FewTokenCase{"eight", 8, 320, 1000, -25},
+        FewTokenCase{"nine", 9, 320, 1000, -25}, FewTokenCase{"sixteen", 16, 520, 2048, -30},
+        FewTokenCase{"seventeen", 17, 136, 1000, -10},
+        FewTokenCase{"thirty one", 31, 320, 1000, -20},
+        FewTokenCase{"thirty three", 33, 320, 1000, -25},
+        FewTokenCase{"sixty four", 64, 320, 1000, -25}, FewTokenCase{"wide x 9", 9, 12808, 64, 0},
+        FewTokenCase{"wide x 24", 24, 9224, 64, 0}, FewTokenCase{"wide x 64", 64, 8200, 104, -60},
+        FewTokenCase{"wide x 5", 5, 8200, 104, -60},
+        FewTokenCase{"wide x 8 two passes", 8, 2056, 7000, -70},
+        FewTokenCase{"wide x 3 everything fires", 3, 4104, 264, 127},
         // Streams of clusters of one to four CTAs, the last one with fewer columns; a few neurons
         // each.
-        Case{"stream 8 x 4096", 8, 4096, 2120, -125}, Case{"stream 6 x 3080", 6, 3080, 4224, -60},
-        Case{"stream 4 x 2056", 4, 2056, 264, 0}, Case{"stream 3 x 1000", 3, 1000, 2113 * 8, -30},
-        Case{"stream 8 x 4088 all", 8, 4088, 4232, 127},
-        Case{"stream 1 x 4096", 1, 4096, 5632, -80},
+        FewTokenCase{"stream 8 x 4096", 8, 4096, 2120, -125},
+        FewTokenCase{"stream 6 x 3080", 6, 3080, 4224, -60},
+        FewTokenCase{"stream 4 x 2056", 4, 2056, 264, 0},
+        FewTokenCase{"stream 3 x 1000", 3, 1000, 2113 * 8, -30},
+        FewTokenCase{"stream 8 x 4088 all", 8, 4088, 4232, 127},
+        FewTokenCase{"stream 1 x 4096", 1, 4096, 5632, -80},
         // Neurons whose gates are active, but h is 0 for every token.
-        Case{"drelu 1 x 4096", 1, 4096, 5632, -80, true, true},
-        Case{"drelu 2 x 2048 all", 2, 2048, 9000, 127, true, true},
-        Case{"drelu 8", 8, 520, 17000, -30, true, true},
-        Case{"drelu 40", 40, 320, 1000, -20, true, true},
-        Case{"non gated 8 x 4096", 8, 4096, 2120, -100, false},
-        Case{"non gated all 5", 5, 3000, 4232, 127, false},
-        Case{"nothing fires 1", 1, 64, 264, -128}, Case{"nothing fires 50", 50, 64, 264, -128},
-        Case{"everything fires 1", 1, 64, 5640, 127}, Case{"everything fires 12", 12, 64, 264, 127},
-        Case{"everything fires 64", 64, 72, 1000, 127}, Case{"F past 65536 one", 1, 64, 70000, -12},
-        Case{"F past 65536", 20, 64, 70000, -18}, Case{"F past 65536 all fire", 40, 8, 70000, 127},
-        Case{"model 1", 1, 2048, 5632, -95}, Case{"model 8", 8, 2048, 5632, -95},
-        Case{"model 16", 16, 2048, 5632, -95}, Case{"model 32", 32, 2048, 5632, -95},
-        Case{"model 64", 64, 2048, 5632, -95}, Case{"model dense", 5, 2048, 5632, 100},
-        Case{"sixty three", 63, 136, 1000, -10}, Case{"fifty", 50, 520, 2048, -40},
-        Case{"wide x 57", 57, 12808, 648, -40}, Case{"everything fires 49", 49, 64, 5640, 127},
-        Case{"half fires 64", 64, 2048, 5632, 0}, Case{"two passes 20", 20, 72, 8192, -12},
-        Case{"two passes 8", 8, 72, 8192, -12}, Case{"half fires 8", 8, 2048, 5632, 0},
-        Case{"non gated 1", 1, 320, 1000, -25, false},
-        Case{"non gated 13", 13, 320, 1000, -25, false},
-        Case{"non gated 64", 64, 320, 1000, -25, false}),
-    [](const testing::TestParamInfo<Case>& test) {
+        FewTokenCase{"drelu 1 x 4096", 1, 4096, 5632, -80, true, true},
+        FewTokenCase{"drelu 2 x 2048 all", 2, 2048, 9000, 127, true, true},
+        FewTokenCase{"drelu 8", 8, 520, 17000, -30, true, true},
+        FewTokenCase{"drelu 40", 40, 320, 1000, -20, true, true},
+        FewTokenCase{"non gated 8 x 4096", 8, 4096, 2120, -100, false},
+        FewTokenCase{"non gated all 5", 5, 3000, 4232, 127, false},
+        FewTokenCase{"nothing fires 1", 1, 64, 264, -128},
+        FewTokenCase{"nothing fires 50", 50, 64, 264, -128},
+        FewTokenCase{"everything fires 1", 1, 64, 5640, 127},
+        FewTokenCase{"everything fires 12", 12, 64, 264, 127},
+        FewTokenCase{"everything fires 64", 64, 72, 1000, 127},
+        FewTokenCase{"F past 65536 one", 1, 64, 70000, -12},
+        FewTokenCase{"F past 65536", 20, 64, 70000, -18},
+        FewTokenCase{"F past 65536 all fire", 40, 8, 70000, 127},
+        FewTokenCase{"model 1", 1, 2048, 5632, -95}, FewTokenCase{"model 8", 8, 2048, 5632, -95},
+        FewTokenCase{"model 16", 16, 2048, 5632, -95},
+        FewTokenCase{"model 32", 32, 2048, 5632, -95},
+        FewTokenCase{"model 64", 64, 2048, 5632, -95},
+        FewTokenCase{"model dense", 5, 2048, 5632, 100},
+        FewTokenCase{"sixty three", 63, 136, 1000, -10}, FewTokenCase{"fifty", 50, 520, 2048, -40},
+        FewTokenCase{"wide x 57", 57, 12808, 648, -40},
+        FewTokenCase{"everything fires 49", 49, 64, 5640, 127},
+        FewTokenCase{"half fires 64", 64, 2048, 5632, 0},
+        FewTokenCase{"two passes 20", 20, 72, 8192, -12},
+        FewTokenCase{"two passes 8", 8, 72, 8192, -12},
+        FewTokenCase{"half fires 8", 8, 2048, 5632, 0},
+        FewTokenCase{"non gated 1", 1, 320, 1000, -25, false},
+        FewTokenCase{"non gated 13", 13, 320, 1000, -25, false},
+        FewTokenCase{"non gated 64", 64, 320, 1000, -25, false}),
+    [](const testing::TestParamInfo<FewTokenCase>& test) {
       std::string name = test.param.name;
       for (char& c : name) {
         if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
@@ -233,7 +239,7 @@ TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
                     kCounts[] = {64, 0, 65, 1, 80, 81, 79, 128, 63, 129, 192, 16, 127, 17, 191};
   for (const auto& [tokens, width] :
        {std::pair<int64_t, int64_t>{64, 2048}, {33, 1600}, {9, 392}, {50, 1096}}) {
-    Problem problem({"", tokens, width, 5632, 20});
+    FewTokenProblem problem({"", tokens, width, 5632, 20});
     for (int64_t n = 0; n < problem.spec.ffn; ++n) {
       if (n % kEach < kCounts[n / kEach % std::ssize(kCounts)]) continue;
       int8_t* row = problem.w_first.data() + n * width;
@@ -252,12 +258,12 @@ TEST(FewTokenFfnCuda, AnyNumberOfNeuronsMayFire) {
 // Back-to-back calls overlap by programmatic dependent launch and share one workspace.
 template <class Run>
 void expect_calls_in_a_graph_keep_apart(CudaContext& ctx, const CudaStream& stream,
-                                        int64_t most_neurons, const std::vector<Case>& cases,
-                                        const Run& run) {
-  std::vector<Problem> problems(cases.begin(), cases.end());
+                                        int64_t most_neurons,
+                                        const std::vector<FewTokenCase>& cases, const Run& run) {
+  std::vector<FewTokenProblem> problems(cases.begin(), cases.end());
   FewTokenWorkspace workspace(most_neurons);
   std::vector<DeviceBuffer<__nv_bfloat16>> outputs;
-  for (const Problem& p : problems) {
+  for (const FewTokenProblem& p : problems) {
     outputs.push_back(poisoned<__nv_bfloat16>(p.spec.tokens * p.spec.width));
   }
   replay_as_graph(stream, 5, [&] {
@@ -312,7 +318,7 @@ TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
   TWELL_GPU_TEST();
   for (const auto& [tokens, width] :
        {std::pair<int64_t, int64_t>{1, 72}, {5, 320}, {7, 3080}, {8, 4104}}) {
-    Problem problem({"", tokens, width, 264, -25});
+    FewTokenProblem problem({"", tokens, width, 264, -25});
     std::vector<int8_t> norm(static_cast<size_t>(width)), x(problem.x.size()), residual(x.size());
     for (size_t i = 0; i < norm.size(); ++i) norm[i] = static_cast<int8_t>(1 + i % 3);
     for (size_t i = 0; i < x.size(); ++i) {
@@ -354,7 +360,7 @@ TEST(FewTokenFfnCuda, NormInFrontAndResidualBehind) {
 TEST(FewTokenFfnCuda, NarrowLayersTakeNoLongerThanWiderOnes) {
   TWELL_HOPPER_TEST();
   const auto least_time = [&](int64_t width) {
-    const Problem problem(Case{"", 16, width, 5632, 0});
+    const FewTokenProblem problem(FewTokenCase{"", 16, width, 5632, 0});
     FewTokenWorkspace workspace(problem.spec.ffn);
     const auto y = poisoned<__nv_bfloat16>(16 * width);
     const CudaEvent begin(CudaEvent::Timing::kOn), end(CudaEvent::Timing::kOn);
@@ -375,7 +381,7 @@ TEST(FewTokenFfnCuda, NarrowLayersTakeNoLongerThanWiderOnes) {
 TEST(FewTokenFfnCuda, NanInTheGateReachesItsTokenOnly) {
   TWELL_GPU_TEST();
   for (const int64_t tokens : {2, 20, 40}) {
-    Problem problem({"", tokens, 64, 264, -5});
+    FewTokenProblem problem({"", tokens, 64, 264, -5});
     const auto want = problem.expected();
     const __nv_bfloat16 nan = __float2bfloat16(NAN);
     TWELL_CUDA_CHECK(

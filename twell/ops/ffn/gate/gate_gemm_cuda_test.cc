@@ -137,19 +137,19 @@ void random_operands(const TwellShape& shape, int64_t width, int bias, std::vect
   for (size_t i = 0; i < w.size(); i += static_cast<size_t>(width)) w[i] = bias;
 }
 
-struct Case {
+struct GateCase {
   int64_t tokens, width, ffn;
   int32_t compression;
   int bias;
   int64_t row_step = 1;
 };
 
-class GateGemmCudaTest : public testing::TestWithParam<std::tuple<Implementation, Case>> {};
+class GateGemmCudaTest : public testing::TestWithParam<std::tuple<Implementation, GateCase>> {};
 
 TEST_P(GateGemmCudaTest, PacksWhatTheDenseGateHas) {
   const Implementation& gate_gemm = std::get<0>(GetParam());
   GPU_TEST_OF(gate_gemm);
-  const Case& c = std::get<1>(GetParam());
+  const GateCase& c = std::get<1>(GetParam());
   const TwellShape shape{c.tokens, c.ffn, 256, c.compression};
   std::vector<int> x, w;
   random_operands(shape, c.width, c.bias, x, w);
@@ -160,31 +160,31 @@ TEST_P(GateGemmCudaTest, PacksWhatTheDenseGateHas) {
 INSTANTIATE_TEST_SUITE_P(
     Bytes, GateGemmCudaTest,
     testing::Combine(testing::Values(kHopperBytes),
-                     testing::Values(Case{1, 64, 256, 8, -3}, Case{127, 128, 512, 8, -16},
-                                     Case{129, 80, 520, 8, 0}, Case{300, 192, 1000, 4, -5},
-                                     Case{513, 256, 2048, 2, 0}, Case{200, 16, 256, 8, -1},
-                                     Case{64, 1600, 8200, 8, -14, 7},
-                                     Case{140, 64, 66000, 8, -15, 9},
-                                     Case{2200, 80, 2048, 8, -8, 7},
-                                     Case{65537, 64, 264, 8, -12, 331})),
+                     testing::Values(GateCase{1, 64, 256, 8, -3}, GateCase{127, 128, 512, 8, -16},
+                                     GateCase{129, 80, 520, 8, 0}, GateCase{300, 192, 1000, 4, -5},
+                                     GateCase{513, 256, 2048, 2, 0}, GateCase{200, 16, 256, 8, -1},
+                                     GateCase{64, 1600, 8200, 8, -14, 7},
+                                     GateCase{140, 64, 66000, 8, -15, 9},
+                                     GateCase{2200, 80, 2048, 8, -8, 7},
+                                     GateCase{65537, 64, 264, 8, -12, 331})),
     [](const auto& test) {
-      const Case& c = std::get<1>(test.param);
+      const GateCase& c = std::get<1>(test.param);
       return fmt::format("{}_{}x{}x{}", std::get<0>(test.param).name, c.tokens, c.width, c.ffn);
     });
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, GateGemmCudaTest,
     testing::Combine(testing::Values(kHopper, kPortable),
-                     testing::Values(Case{1, 64, 256, 8, -3}, Case{127, 128, 512, 8, -20},
-                                     Case{129, 72, 520, 8, 0}, Case{300, 192, 1000, 4, -5},
-                                     Case{513, 256, 2048, 2, 0}, Case{200, 8, 256, 8, -1},
-                                     Case{64, 1600, 8200, 8, -50, 7},
-                                     Case{140, 64, 66000, 8, -15, 9},
+                     testing::Values(GateCase{1, 64, 256, 8, -3}, GateCase{127, 128, 512, 8, -20},
+                                     GateCase{129, 72, 520, 8, 0}, GateCase{300, 192, 1000, 4, -5},
+                                     GateCase{513, 256, 2048, 2, 0}, GateCase{200, 8, 256, 8, -1},
+                                     GateCase{64, 1600, 8200, 8, -50, 7},
+                                     GateCase{140, 64, 66000, 8, -15, 9},
                                      // On 132 SMs: 72 cluster tiles, 6 of them halved.
-                                     Case{2200, 72, 2048, 8, -8, 7},
-                                     Case{65537, 64, 264, 8, -12, 331})),
+                                     GateCase{2200, 72, 2048, 8, -8, 7},
+                                     GateCase{65537, 64, 264, 8, -12, 331})),
     [](const auto& test) {
-      const Case& c = std::get<1>(test.param);
+      const GateCase& c = std::get<1>(test.param);
       return fmt::format("{}_{}x{}x{}", std::get<0>(test.param).name, c.tokens, c.width, c.ffn);
     });
 

@@ -18,26 +18,18 @@
 namespace twell {
 namespace {
 
-struct Case {
+struct MediumBatchCase {
   const char* name;
   int64_t tokens, width, ffn;
   int bias;  // of every neuron: sets how many fire
   bool gated = true, squared = false, add = false;
 };
 
-int dot(const int8_t* a, const int8_t* b, int64_t n) {
-  int sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
-float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
-
-class MediumBatchCudaTest : public testing::TestWithParam<Case> {};
+class MediumBatchCudaTest : public testing::TestWithParam<MediumBatchCase> {};
 
 TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   TWELL_HOPPER_TEST();
-  const Case& c = GetParam();
+  const MediumBatchCase& c = GetParam();
   const int64_t tokens = c.tokens, width = c.width, ffn = c.ffn;
   std::vector<int8_t> x = random_signs(tokens * width, 1), first = random_signs(ffn * width, 2);
   const std::vector<int8_t> up = random_signs(ffn * width, 3), down = random_signs(ffn * width, 4),
@@ -54,15 +46,16 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
     int64_t last = -1;  // tile that this neuron is counted for
     for (int64_t m = 0; m < tokens; ++m) {
       const int8_t* row = x.data() + m * width;
-      const int sum = dot(row, first.data() + n * width, width);
+      const int sum = dot_of_signs(row, first.data() + n * width, width);
       if (sum <= 0) continue;
       ++nonzeros;
       if (m / 128 != last) ++unions[static_cast<size_t>(m / 128)];
       last = m / 128;
-      const float g = rounded(static_cast<float>(sum));
-      float h = c.gated ? static_cast<float>(dot(row, up.data() + n * width, width)) : 1.0f;
+      const float g = rounded_to_bf16(static_cast<float>(sum));
+      float h =
+          c.gated ? static_cast<float>(dot_of_signs(row, up.data() + n * width, width)) : 1.0f;
       if (c.squared) h *= g;
-      h = rounded(h * g);
+      h = rounded_to_bf16(h * g);
       for (int64_t d = 0; d < width; ++d) {
         want[static_cast<size_t>(m * width + d)] += h * static_cast<float>(down[n * width + d]);
       }
@@ -99,7 +92,7 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
   };
   const auto once = run();
   for (size_t i = 0; i < want.size(); ++i) {
-    ASSERT_EQ(__bfloat162float(once[i]), rounded(want[i]))
+    ASSERT_EQ(__bfloat162float(once[i]), rounded_to_bf16(want[i]))
         << "token " << static_cast<int64_t>(i) / width << " column "
         << static_cast<int64_t>(i) % width;
   }
@@ -122,19 +115,24 @@ TEST_P(MediumBatchCudaTest, IsTheDenseLayerToTheBitAndRepeats) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, MediumBatchCudaTest,
-    testing::Values(Case{"smallest", 1, 8, 8, 0}, Case{"nine", 9, 1096, 520, -30},
-                    Case{"64 tokens", 64, 72, 264, -3, true, false, true},
-                    Case{"65 tokens", 65, 72, 264, -3}, Case{"one tile", 128, 136, 1000, -10},
-                    Case{"129", 129, 320, 1000, -20},
+    testing::Values(MediumBatchCase{"smallest", 1, 8, 8, 0},
+                    MediumBatchCase{"nine", 9, 1096, 520, -30},
+                    MediumBatchCase{"64 tokens", 64, 72, 264, -3, true, false, true},
+                    MediumBatchCase{"65 tokens", 65, 72, 264, -3},
+                    MediumBatchCase{"one tile", 128, 136, 1000, -10},
+                    MediumBatchCase{"129", 129, 320, 1000, -20},
                     // Two tokens of the last tile; a union longer than a round of chunks.
-                    Case{"half fires", 258, 64, 2056, 0}, Case{"all fire", 130, 40, 520, 120},
-                    Case{"none fires", 200, 64, 264, -120}, Case{"five tiles", 520, 72, 776, -8},
+                    MediumBatchCase{"half fires", 258, 64, 2056, 0},
+                    MediumBatchCase{"all fire", 130, 40, 520, 120},
+                    MediumBatchCase{"none fires", 200, 64, 264, -120},
+                    MediumBatchCase{"five tiles", 520, 72, 776, -8},
                     // More k-steps than stages; a cluster of which half is past the last segment.
-                    Case{"wide", 257, 1096, 520, -30}, Case{"two wide tiles", 200, 1096, 520, -30},
-                    Case{"no gate", 300, 72, 264, -3, false},
-                    Case{"squared", 257, 24, 264, -6, true, true},
-                    Case{"squared without gate", 140, 24, 264, -6, false, true},
-                    Case{"added", 257, 72, 264, -6, true, false, true}),
+                    MediumBatchCase{"wide", 257, 1096, 520, -30},
+                    MediumBatchCase{"two wide tiles", 200, 1096, 520, -30},
+                    MediumBatchCase{"no gate", 300, 72, 264, -3, false},
+                    MediumBatchCase{"squared", 257, 24, 264, -6, true, true},
+                    MediumBatchCase{"squared without gate", 140, 24, 264, -6, false, true},
+                    MediumBatchCase{"added", 257, 72, 264, -6, true, false, true}),
     [](const auto& of) {
       std::string name;
       for (const char* c = of.param.name; *c != 0; ++c) {

@@ -20,14 +20,12 @@
 namespace twell {
 namespace {
 
-float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
-
 // Whether (row, neuron) is active.
 using Pattern = std::function<bool(int64_t row, int64_t neuron)>;
 
-struct Problem {
-  Problem(int64_t tokens_in, int64_t width_in, int64_t ffn_in, int32_t compression,
-          const Pattern& active, bool gated_in = true)
+struct RowFusedProblem {
+  RowFusedProblem(int64_t tokens_in, int64_t width_in, int64_t ffn_in, int32_t compression,
+                  const Pattern& active, bool gated_in = true)
       : tokens(tokens_in),
         width(width_in),
         ffn(ffn_in),
@@ -98,14 +96,14 @@ struct Problem {
           for (int64_t d = 0; d < width; ++d) {
             dot += x_row[d] * w_up[static_cast<size_t>(neuron * width + d)];
           }
-          h = rounded(gate * static_cast<float>(dot));
+          h = rounded_to_bf16(gate * static_cast<float>(dot));
         }
         const int8_t* down = w_down.data() + neuron * width;
         for (int64_t d = 0; d < width; ++d) want[static_cast<size_t>(d)] += h * down[d];
       }
       for (int64_t d = 0; d < width; ++d) {
         ASSERT_EQ(__bfloat162float(y[static_cast<size_t>(row * width + d)]),
-                  rounded(want[static_cast<size_t>(d)]))
+                  rounded_to_bf16(want[static_cast<size_t>(d)]))
             << "row " << row << " column " << d;
       }
     }
@@ -122,7 +120,7 @@ struct Problem {
   DeviceBuffer<__nv_bfloat16> device_x, device_up, device_down;
 };
 
-struct Case {
+struct RowFusedCase {
   const char* name;
   int64_t tokens, width, ffn;
   int32_t compression;
@@ -132,12 +130,12 @@ struct Case {
   int64_t row_step = 1;  // every row_step-th row is compared
 };
 
-class RowFusedCudaTest : public testing::TestWithParam<Case> {};
+class RowFusedCudaTest : public testing::TestWithParam<RowFusedCase> {};
 
 TEST_P(RowFusedCudaTest, GivesTheDenseResultToTheBitAndRepeats) {
   TWELL_GPU_TEST();
-  const Case& c = GetParam();
-  const Problem problem(
+  const RowFusedCase& c = GetParam();
+  const RowFusedProblem problem(
       c.tokens, c.width, c.ffn, c.compression,
       [&](int64_t row, int64_t neuron) {
         return (c.full_every > 0 && row % c.full_every == 0) ||
@@ -151,30 +149,30 @@ TEST_P(RowFusedCudaTest, GivesTheDenseResultToTheBitAndRepeats) {
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, RowFusedCudaTest,
-                         testing::Values(Case{"one token", 1, 8, 8, 8, 0.5f, 0},
-                                         Case{"one full token", 1, 320, 5632, 8, 0.0f, 1},
-                                         Case{"127", 127, 128, 512, 8, 0.05f, 0},
-                                         Case{"129", 129, 264, 1000, 8, 0.02f, 0},
-                                         Case{"non gated", 129, 520, 1000, 8, 0.02f, 50, false},
-                                         Case{"nothing fires", 300, 256, 1000, 8, 0.0f, 0},
-                                         Case{"everything fires", 300, 128, 1000, 8, 1.0f, 0},
-                                         Case{"model", 200, 2048, 5632, 8, 0.003f, 97},
-                                         Case{"model heavy", 20, 2048, 5632, 4, 0.05f, 0},
-                                         Case{"wide", 50, 2056, 520, 8, 0.02f, 20},
-                                         Case{"wider", 33, 4104, 520, 2, 0.02f, 8},
-                                         Case{"heavy rows", 1000, 72, 2048, 8, 0.01f, 100},
-                                         Case{"many heavy rows", 1000, 72, 1024, 2, 0.01f, 3},
-                                         Case{"F past 65536", 130, 64, 70000, 8, 0.0005f, 70},
-                                         Case{"many tokens", 65537, 64, 264, 8, 0.01f, 1000, true,
-                                              17}),
-                         [](const testing::TestParamInfo<Case>& test) {
-                           std::string name = test.param.name;
-                           for (char& c : name) {
-                             if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
-                           }
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, RowFusedCudaTest,
+    testing::Values(RowFusedCase{"one token", 1, 8, 8, 8, 0.5f, 0},
+                    RowFusedCase{"one full token", 1, 320, 5632, 8, 0.0f, 1},
+                    RowFusedCase{"127", 127, 128, 512, 8, 0.05f, 0},
+                    RowFusedCase{"129", 129, 264, 1000, 8, 0.02f, 0},
+                    RowFusedCase{"non gated", 129, 520, 1000, 8, 0.02f, 50, false},
+                    RowFusedCase{"nothing fires", 300, 256, 1000, 8, 0.0f, 0},
+                    RowFusedCase{"everything fires", 300, 128, 1000, 8, 1.0f, 0},
+                    RowFusedCase{"model", 200, 2048, 5632, 8, 0.003f, 97},
+                    RowFusedCase{"model heavy", 20, 2048, 5632, 4, 0.05f, 0},
+                    RowFusedCase{"wide", 50, 2056, 520, 8, 0.02f, 20},
+                    RowFusedCase{"wider", 33, 4104, 520, 2, 0.02f, 8},
+                    RowFusedCase{"heavy rows", 1000, 72, 2048, 8, 0.01f, 100},
+                    RowFusedCase{"many heavy rows", 1000, 72, 1024, 2, 0.01f, 3},
+                    RowFusedCase{"F past 65536", 130, 64, 70000, 8, 0.0005f, 70},
+                    RowFusedCase{"many tokens", 65537, 64, 264, 8, 0.01f, 1000, true, 17}),
+    [](const testing::TestParamInfo<RowFusedCase>& test) {
+      std::string name = test.param.name;
+      for (char& c : name) {
+        if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+      }
+      return name;
+    });
 
 // Rows of every size around the limits of a tile's capacity and of a light row.
 TEST(RowFusedCuda, TilesAndRowsAroundTheirLimits) {
@@ -183,7 +181,7 @@ TEST(RowFusedCuda, TilesAndRowsAroundTheirLimits) {
     const int64_t capacity = 256 / compression - 1;
     const int64_t occupancies[] = {0,  1,  capacity - 1, capacity, capacity + 1, 62,
                                    63, 64, 65,           255,      256};
-    const Problem problem(61, 136, 768, compression, [&](int64_t row, int64_t neuron) {
+    const RowFusedProblem problem(61, 136, 768, compression, [&](int64_t row, int64_t neuron) {
       // One tile of three is filled in most rows, all three in the others.
       const int64_t tile = neuron / 256;
       const int64_t fill =
@@ -200,7 +198,7 @@ TEST(RowFusedCuda, ReplaysAsAGraphInALargerWorkspace) {
   const auto active = [](int64_t row, int64_t neuron) {
     return row % 60 == 0 || uniform(7, 5, static_cast<uint64_t>(row * 1536 + neuron)) < 0.02f;
   };
-  const Problem problem(500, 256, 1536, 8, active);
+  const RowFusedProblem problem(500, 256, 1536, 8, active);
   RowFusedWorkspace exact(ctx, 500, 256), larger(ctx, 4000, 4096);
   const auto direct = problem.run(ctx, stream, exact);
   const auto replayed = problem.run(ctx, stream, larger, 3);
@@ -210,7 +208,8 @@ TEST(RowFusedCuda, ReplaysAsAGraphInALargerWorkspace) {
 
 TEST(RowFusedCuda, RefusesWhatItCannotDo) {
   TWELL_GPU_TEST();
-  const Problem problem(100, 64, 256, 8, [](int64_t, int64_t neuron) { return neuron == 3; });
+  const RowFusedProblem problem(100, 64, 256, 8,
+                                [](int64_t, int64_t neuron) { return neuron == 3; });
   RowFusedWorkspace short_workspace(ctx, 64, 64), narrow(ctx, 100, 32);
   EXPECT_THROW(problem.run(ctx, stream, short_workspace), Error);
   EXPECT_THROW(problem.run(ctx, stream, narrow), Error);

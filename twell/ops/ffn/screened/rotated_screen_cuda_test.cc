@@ -93,16 +93,16 @@ void expect_bound(double got, double exact, const std::string& what) {
   EXPECT_LE(got, exact * 1.02 + 1.2) << what;
 }
 
-struct ScreenCase {
+struct RotatedCase {
   int64_t width, rows;
   ScreenBound bound;
 };
-std::string case_name(const testing::TestParamInfo<ScreenCase>& info) {
+std::string rotated_case_name(const testing::TestParamInfo<RotatedCase>& info) {
   return std::to_string(info.param.width) + "x" + std::to_string(info.param.rows) +
          (info.param.bound == ScreenBound::kStrict ? "_strict" : "_probabilistic");
 }
-std::vector<ScreenCase> screen_cases() {
-  std::vector<ScreenCase> cases;
+std::vector<RotatedCase> screen_cases() {
+  std::vector<RotatedCase> cases;
   for (const ScreenBound bound : {ScreenBound::kStrict, ScreenBound::kProbabilistic}) {
     for (const int64_t width : {16, 48, 96, 240, 320, 512, 1008, 1024, 1280, 1536, 2048, 2560, 4096,
                                 5120, 8192, 12288, 16384}) {
@@ -115,12 +115,12 @@ std::vector<ScreenCase> screen_cases() {
   return cases;
 }
 
-class RotatedScreenCudaTest : public testing::TestWithParam<ScreenCase> {
+class RotatedScreenCudaTest : public testing::TestWithParam<RotatedCase> {
  protected:
   static constexpr int64_t kDistinct = 2 * kHardKinds + 1;
 };
 INSTANTIATE_TEST_SUITE_P(Cases, RotatedScreenCudaTest, testing::ValuesIn(screen_cases()),
-                         case_name);
+                         rotated_case_name);
 
 TEST_P(RotatedScreenCudaTest, RowsAreTheReference) {
   TWELL_SKIP_WITHOUT_GPU();

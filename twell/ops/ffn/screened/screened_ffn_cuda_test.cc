@@ -102,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // --- The layer ---
 
-struct Layer {
+struct ScreenedLayer {
   const char* name;
   int64_t tokens, width, ffn;
   double shift;             // of the gates, in standard deviations
@@ -115,7 +115,7 @@ struct Layer {
 struct LayerOperands {
   std::vector<__nv_bfloat16> x, gate, up, down, y;
 
-  explicit LayerOperands(const Layer& c)
+  explicit LayerOperands(const ScreenedLayer& c)
       : x(random_bf16(c.tokens * c.width, 1)),
         gate(random_bf16(c.ffn * c.width, 2, 0.02f)),
         up(random_bf16(c.ffn * c.width, 3, 0.05f)),
@@ -144,13 +144,13 @@ struct LayerResult {
 
 // The layer on the device, through the gate GEMM and through both screens.
 struct DeviceLayer {
-  Layer spec;
+  ScreenedLayer spec;
   LayerOperands host;
   DeviceBuffer<__nv_bfloat16> x, gate, up, down;
   TileUnionWorkspace workspace;
 
-  explicit DeviceLayer(const Layer& c) : DeviceLayer(c, LayerOperands(c)) {}
-  DeviceLayer(const Layer& c, const LayerOperands& operands)
+  explicit DeviceLayer(const ScreenedLayer& c) : DeviceLayer(c, LayerOperands(c)) {}
+  DeviceLayer(const ScreenedLayer& c, const LayerOperands& operands)
       : spec(c),
         host(operands),
         x(upload(host.x)),
@@ -256,7 +256,7 @@ bool same_bits(const LayerResult& a, const LayerResult& b) {
   return std::memcmp(a.y.data(), b.y.data(), a.y.size() * sizeof(a.y[0])) == 0;
 }
 
-class ScreenedFfnCudaTest : public testing::TestWithParam<Layer> {};
+class ScreenedFfnCudaTest : public testing::TestWithParam<ScreenedLayer> {};
 
 // Each neuron has a column of y of its own, so that y has the bits of h whatever the union.
 TEST_P(ScreenedFfnCudaTest, HasTheBitsOfTheGateGemm) {
@@ -275,16 +275,17 @@ TEST_P(ScreenedFfnCudaTest, HasTheBitsOfTheGateGemm) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, ScreenedFfnCudaTest,
-                         testing::Values(Layer{"OneToken", 1, 64, 64, -1.0},
-                                         Layer{"Ragged", 127, 144, 136, -2.0},
-                                         Layer{"OverATile", 129, 528, 520, -2.5},
-                                         Layer{"NothingFires", 300, 256, 256, -9.0},
-                                         Layer{"EverythingFires", 200, 256, 256, 9.0},
-                                         Layer{"HeavyRows", 1000, 1024, 1000, -2.5, 100},
-                                         Layer{"ManyHeavyRows", 1000, 512, 512, -2.5, 5},
-                                         Layer{"Squared", 300, 512, 512, -2.0, 0, true},
-                                         Layer{"Added", 300, 512, 512, -2.0, 70, false, true},
-                                         Layer{"ManyTokens", 20000, 256, 256, -2.5, 1000}),
+                         testing::Values(ScreenedLayer{"OneToken", 1, 64, 64, -1.0},
+                                         ScreenedLayer{"Ragged", 127, 144, 136, -2.0},
+                                         ScreenedLayer{"OverATile", 129, 528, 520, -2.5},
+                                         ScreenedLayer{"NothingFires", 300, 256, 256, -9.0},
+                                         ScreenedLayer{"EverythingFires", 200, 256, 256, 9.0},
+                                         ScreenedLayer{"HeavyRows", 1000, 1024, 1000, -2.5, 100},
+                                         ScreenedLayer{"ManyHeavyRows", 1000, 512, 512, -2.5, 5},
+                                         ScreenedLayer{"Squared", 300, 512, 512, -2.0, 0, true},
+                                         ScreenedLayer{"Added", 300, 512, 512, -2.0, 70, false,
+                                                       true},
+                                         ScreenedLayer{"ManyTokens", 20000, 256, 256, -2.5, 1000}),
                          [](const auto& test) { return std::string(test.param.name); });
 
 TEST(ScreenedFfnCuda, ManyNeuronsEqualTheGateGemmUpToTheOrderOfSums) {
@@ -304,7 +305,7 @@ TEST(ScreenedFfnCuda, ManyNeuronsEqualTheGateGemmUpToTheOrderOfSums) {
 
 TEST(ScreenedFfnCuda, RowsThatAreNotFiniteGiveWhatTheGateGemmGives) {
   TWELL_HOPPER_TEST();
-  const Layer spec{"not finite", 300, 256, 256, -2.0};
+  const ScreenedLayer spec{"not finite", 300, 256, 256, -2.0};
   LayerOperands operands(spec);
   const float infinity = std::numeric_limits<float>::infinity();
   operands.x[5 * 256 + 7] = __float2bfloat16(infinity);

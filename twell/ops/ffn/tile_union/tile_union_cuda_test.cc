@@ -23,7 +23,7 @@ namespace {
 // The kernels for Hopper, and those for every GPU.
 using UpDown = void (*)(CudaContext&, const SparseUpDownCuda&, TileUnionWorkspace&);
 
-struct Case {
+struct UnionCase {
   const char* name;
   int64_t tokens, width, ffn;
   int32_t compression;
@@ -44,8 +44,8 @@ std::vector<float> random_values(int64_t n, uint64_t stream, float scale) {
 }
 
 // One problem on host and device. y is poisoned before every run.
-struct Problem {
-  explicit Problem(const Case& c) : spec(c), shape{c.tokens, c.ffn, 256, c.compression} {
+struct UnionProblem {
+  explicit UnionProblem(const UnionCase& c) : spec(c), shape{c.tokens, c.ffn, 256, c.compression} {
     x = random_values(c.tokens * c.width, 1, 1.0f);
     w_up = random_values(c.ffn * c.width, 2, 0.1f);
     w_down = random_values(c.ffn * c.width, 3, 0.1f);
@@ -191,7 +191,7 @@ struct Problem {
     }
   }
 
-  Case spec;
+  UnionCase spec;
   TwellShape shape;
   std::vector<float> x, w_up, w_down;
   std::vector<std::vector<std::pair<int64_t, float>>> rows;
@@ -204,11 +204,11 @@ struct Problem {
   DeviceBuffer<__nv_bfloat16> device_x, device_up, device_down;
 };
 
-class TileUnionCudaTest : public testing::TestWithParam<Case> {};
+class TileUnionCudaTest : public testing::TestWithParam<UnionCase> {};
 
 TEST_P(TileUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
   TWELL_HOPPER_TEST();
-  Problem problem(GetParam());
+  UnionProblem problem(GetParam());
   TileUnionWorkspace workspace(problem.spec.tokens, problem.spec.ffn);
   const auto once = problem.run(ctx, stream, workspace);
   problem.check(once);
@@ -218,11 +218,11 @@ TEST_P(TileUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
   EXPECT_EQ(std::memcmp(once.data(), again.data(), once.size() * sizeof(once[0])), 0);
 }
 
-class PortableUnionCudaTest : public testing::TestWithParam<Case> {};
+class PortableUnionCudaTest : public testing::TestWithParam<UnionCase> {};
 
 TEST_P(PortableUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
   TWELL_GPU_TEST();
-  Problem problem(GetParam());
+  UnionProblem problem(GetParam());
   TileUnionWorkspace workspace(problem.spec.tokens, problem.spec.ffn);
   const auto once = problem.run(ctx, stream, workspace, 0, portable_union_up_down_cuda);
   problem.check(once);
@@ -233,18 +233,20 @@ TEST_P(PortableUnionCudaTest, GivesTheDenseResultAndRepeatsBitForBit) {
 }
 
 const auto kCases = testing::Values(
-    Case{"one token", 1, 64, 256, 8, 0.1, 0}, Case{"127", 127, 128, 512, 8, 0.05, 0},
-    Case{"129", 129, 264, 1000, 8, 0.02, 0}, Case{"non-gated", 129, 264, 1000, 8, 0.02, 0, false},
-    Case{"nothing fires", 300, 256, 1000, 8, 0.0, 0},
-    Case{"everything fires", 200, 128, 1000, 8, 1.0, 0},
-    Case{"dense", 300, 512, 1024, 4, 0.3, 0, true, 3},
-    Case{"more than is listed", 300, 256, 1000, 4, 0.1, 0},
-    Case{"heavy rows", 1000, 128, 2048, 8, 0.01, 100},
-    Case{"many heavy rows", 1000, 72, 1024, 2, 0.01, 5},
-    Case{"wide F", 130, 64, 8200, 8, 0.005, 50}, Case{"F past 65536", 130, 64, 66000, 8, 0.001, 70},
-    Case{"many tokens", 65537, 64, 264, 8, 0.01, 1000, true, 17});
+    UnionCase{"one token", 1, 64, 256, 8, 0.1, 0}, UnionCase{"127", 127, 128, 512, 8, 0.05, 0},
+    UnionCase{"129", 129, 264, 1000, 8, 0.02, 0},
+    UnionCase{"non-gated", 129, 264, 1000, 8, 0.02, 0, false},
+    UnionCase{"nothing fires", 300, 256, 1000, 8, 0.0, 0},
+    UnionCase{"everything fires", 200, 128, 1000, 8, 1.0, 0},
+    UnionCase{"dense", 300, 512, 1024, 4, 0.3, 0, true, 3},
+    UnionCase{"more than is listed", 300, 256, 1000, 4, 0.1, 0},
+    UnionCase{"heavy rows", 1000, 128, 2048, 8, 0.01, 100},
+    UnionCase{"many heavy rows", 1000, 72, 1024, 2, 0.01, 5},
+    UnionCase{"wide F", 130, 64, 8200, 8, 0.005, 50},
+    UnionCase{"F past 65536", 130, 64, 66000, 8, 0.001, 70},
+    UnionCase{"many tokens", 65537, 64, 264, 8, 0.01, 1000, true, 17});
 
-std::string case_name(const testing::TestParamInfo<Case>& test) {
+std::string union_case_name(const testing::TestParamInfo<UnionCase>& test) {
   std::string name = test.param.name;
   for (char& c : name) {
     if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
@@ -252,13 +254,13 @@ std::string case_name(const testing::TestParamInfo<Case>& test) {
   return name;
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, TileUnionCudaTest, kCases, case_name);
-INSTANTIATE_TEST_SUITE_P(Shapes, PortableUnionCudaTest, kCases, case_name);
+INSTANTIATE_TEST_SUITE_P(Shapes, TileUnionCudaTest, kCases, union_case_name);
+INSTANTIATE_TEST_SUITE_P(Shapes, PortableUnionCudaTest, kCases, union_case_name);
 
 // y += of two calls, rows of y in another order, a squared gate, and a ReLU on both.
 TEST(PortableUnionCuda, IsTileUnionWithEveryOption) {
   TWELL_HOPPER_TEST();
-  Problem problem({"options", 300, 264, 1000, 8, 0.03, 90});
+  UnionProblem problem({"options", 300, 264, 1000, 8, 0.03, 90});
   TileUnionWorkspace workspace(300, 1000);
   std::vector<int32_t> rows(300);
   for (int i = 0; i < 300; ++i) rows[static_cast<size_t>(i)] = (i * 7 + 3) % 300;
@@ -297,7 +299,7 @@ TEST(PortableUnionCuda, IsTileUnionWithEveryOption) {
 
 TEST(TileUnionCuda, ReplaysAsAGraphInALargerWorkspace) {
   TWELL_HOPPER_TEST();
-  Problem problem({"graph", 500, 256, 1536, 8, 0.02, 60});
+  UnionProblem problem({"graph", 500, 256, 1536, 8, 0.02, 60});
   TileUnionWorkspace exact(500, 1536), larger(4000, 5632);
   const auto direct = problem.run(ctx, stream, exact);
   const auto replayed = problem.run(ctx, stream, larger, 3);
@@ -308,7 +310,7 @@ TEST(TileUnionCuda, ReplaysAsAGraphInALargerWorkspace) {
 
 TEST(TileUnionCuda, RefusesWhatItCannotDo) {
   TWELL_HOPPER_TEST();
-  Problem problem({"small", 100, 64, 256, 8, 0.1, 0});
+  UnionProblem problem({"small", 100, 64, 256, 8, 0.1, 0});
   TileUnionWorkspace workspace(64, 256);
   EXPECT_THROW(problem.run(ctx, stream, workspace), Error);
   SparseUpDownCuda odd;
