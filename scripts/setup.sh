@@ -3,6 +3,8 @@
 # Installs what a build needs from the distribution (Debian 12 and 13, Ubuntu 24.04).
 #   scripts/setup.sh          build tools and libraries
 #   scripts/setup.sh --test   these, and what the tests and checks need
+#   scripts/setup.sh --test-build   of this only what is needed to build tests, for scripts/test.sh, which
+#                             installs the rest beside the build
 #   scripts/setup.sh --fuzz   these, and what the fuzz targets need
 # The sources of XGrammar go into .cache/ and, where there is a CUDA toolkit, the headers of
 # cudnn-frontend.
@@ -24,13 +26,16 @@ option=${1:-}
 clang=(clang lld libclang-rt-dev libomp-dev)
 if [[ $option == --fuzz ]]; then
   packages+=("${clang[@]}")
-elif [[ $option == --test ]]; then
-  packages+=("${clang[@]}" libgtest-dev libgmock-dev iproute2 nginx-light python3-dev python3-venv git)
+elif [[ $option == --test || $option == --test-build ]]; then
+  packages+=("${clang[@]}" libgtest-dev libgmock-dev python3-dev git ccache)
   # The release of Debian, or 0. Ubuntu has Chromium as a snap only, which containers cannot install,
   # so its test is skipped there. Debian 13 has no clang-format 14, which comes from PyPI instead.
   debian=$(. /etc/os-release && [[ $ID == debian ]] && echo "${VERSION_ID:-99}" || echo 0)
-  [[ $debian == 0 ]] || packages+=(chromium)
   [[ $debian -ge 13 ]] || packages+=(clang-format-14)
+  if [[ $option == --test ]]; then
+    packages+=(iproute2 nginx-light)
+    [[ $debian == 0 ]] || packages+=(chromium)
+  fi
 fi
 
 missing=()
@@ -43,6 +48,8 @@ fetch() {
     echo "setup: XGrammar could not be fetched; building without grammars and JSON schemas" >&2
   [[ $cuda == 0 ]] || "$root/scripts/fetch_cudnn_frontend.sh" ||
     echo "setup: cudnn-frontend could not be fetched; building without cuDNN" >&2
+  [[ $option == --test* && $debian -ge 13 ]] && { python_packages clang-format clang-format==14.0.6 ||
+    echo "setup: clang-format 14 could not be fetched" >&2; }
   [[ $option == --test ]] || return 0
   local client
   mapfile -t client < <(grep -v '^#' "$root/tests/serve_requirements.txt")
@@ -51,8 +58,6 @@ fetch() {
   [[ $cuda == 0 ]] || command -v cuobjdump >/dev/null || [[ -x /usr/local/cuda/bin/cuobjdump ]] ||
     python_packages cuobjdump nvidia-cuda-cuobjdump==13.5.37 ||
     echo "setup: cuobjdump could not be fetched; spilled registers are not checked" >&2
-  [[ $debian -lt 13 ]] || python_packages clang-format clang-format==14.0.6 ||
-    echo "setup: clang-format 14 could not be fetched" >&2
 }
 # python_packages FOLDER PACKAGE==VERSION...: these of PyPI in the virtual environment .cache/FOLDER.
 python_packages() {

@@ -21,10 +21,26 @@ case ${1:-} in
     ;;
 esac
 
-step() { printf '\n== %s\n' "$*"; }
+# step NAME: begins a step; at the end, and where a step fails, the seconds that each took.
+took=()
+step() {
+  took+=("$SECONDS $*")
+  printf '\n== %s\n' "$*"
+}
+show_times() {
+  local i end
+  printf '\n== seconds of each step\n'
+  for i in "${!took[@]}"; do
+    end=$SECONDS
+    [[ $((i + 1)) == "${#took[@]}" ]] || end=${took[i + 1]%% *}
+    printf '%6d  %s\n' $((end - ${took[i]%% *})) "${took[i]#* }"
+  done
+  printf '%6d  in all\n' "$SECONDS"
+}
+trap show_times EXIT
 
-step "dependencies"
-scripts/setup.sh --test
+step "dependencies of the builds"
+scripts/setup.sh --test-build
 
 if [[ $python == 1 ]]; then
   step "Python package"
@@ -38,7 +54,7 @@ python3 scripts/check_includes.py
 # later NAME COMMAND...: runs it beside what follows, its output into build/NAME.log.
 # result NAME: waits for it, shows its output, and fails if it failed.
 declare -A running=()
-trap 'kill "${running[@]}" 2>/dev/null || true' EXIT
+trap 'kill "${running[@]}" 2>/dev/null || true; show_times' EXIT
 later() {
   mkdir -p build
   "${@:2}" >"build/$1.log" 2>&1 &
@@ -52,6 +68,9 @@ result() {
   return $status
 }
 
+# Chromium, nginx and the openai client install while the first build compiles.
+later setup scripts/setup.sh --test
+
 # One test program per processor; each also uses as many threads as it likes. Tests run while the
 # next build compiles, so that no processor waits for the longest of them.
 jobs=$(nproc)
@@ -62,6 +81,7 @@ if [[ $quick == 0 ]]; then
   # Without the preset's -g1 the build takes a seventh less; reports then name functions, but no lines.
   cmake --preset asan -DCMAKE_CXX_FLAGS_SANITIZE=-O1 >/dev/null
   cmake --build --preset asan
+  result setup
   later asan_tests ctest --test-dir build/asan --output-on-failure -j "$jobs"
 fi
 
@@ -88,6 +108,7 @@ fi
 
 step "release build: the command line, tests of vector code and of GPU code"
 nice cmake --build --preset dev --target twell twell_release_tests
+[[ $quick == 0 ]] || result setup
 if [[ -n $(find build/release/library -name '*.cu.o' -print -quit) ]]; then
   step "kernels keep their values in registers"
   # Exit status 2: no cuobjdump.
