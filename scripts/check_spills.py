@@ -40,22 +40,14 @@ ALLOWED = {
     "gate_gemm_sm90_kernel": ({"sm_90a": 8}, _PER_TILE),
     "gathered_gemm_sm90_kernel": ({"sm_90a": 48},
                                   "at 168 registers, and only where columns have scales (e4m3)"),
-    "head_norm_backward_kernel": ({"sm_80": 32, "sm_90": 32},
-                                  "an array: weights of queries and of keys, chosen by the head"),
     "hidden_forward_kernel": ({"sm_80": 8, "sm_90": 0, "sm_120": 16},
                               _CTAS + "; in the instances of SiLU and GELU alone"),
-    "kv_store_bytes_kernel": ({"sm_80": 88, "sm_90": 88},
-                              "its parameters: a thread takes those of keys or of values"),
     "light_rows_kernel": ({"sm_80": 0, "sm_90": 0, "sm_120": 8},
                           "at 48 registers, by ptxas' own choice, for the narrowest rows"),
     "piece_kernel": ({"sm_80": 0, "sm_90": 0, "sm_100": 8}, "at 39 registers, by ptxas' own choice"),
     "qkv_sm90_kernel": ({"sm_90a": 8}, _PER_TILE),
-    "rms_norm_backward_kernel": ({"sm_80": 8, "sm_90": 16},
-                                 "at 255 registers, in the instance for the widest rows alone"),
     "rotate_warp_kernel": ({"sm_80": 56, "sm_90": 0},
                            "at 128 registers, in the instance for the widest gates, which runs once"),
-    "squares_kernel": ({"sm_80": 16, "sm_90": 16},
-                       "an array: the last, partial vector is filled value by value"),
 }
 
 

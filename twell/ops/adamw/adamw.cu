@@ -166,7 +166,10 @@ __global__ void __launch_bounds__(kNormThreads) squares_kernel(GradientNormCuda 
     if (at + kVector <= end) {
       load(p.grad + at, values);
     } else {
-      for (int64_t i = at; i < end; ++i) values[i - at] = p.grad[i];
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        if (at + k < end) values[k] = p.grad[at + k];
+      }
     }
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {

@@ -57,12 +57,13 @@ __global__ void __launch_bounds__(kCopyThreads) kv_store_bytes_kernel(KvStoreByt
                byte(gpu::low_half(high)) << 16 | byte(gpu::high_half(high)) << 24;
   }
   const int64_t row = p.cache_rows[token];
-  const KvBytes& to = is_key ? p.keys : p.values;
-  *reinterpret_cast<uint2*>(to.data + (row * heads + head) * p.head_dim + column) = {bytes[0],
-                                                                                     bytes[1]};
+  // Pointers are chosen, not the structs of them: those would be copied to local memory.
+  int8_t* const data = is_key ? p.keys.data : p.values.data;
+  float* const scales = is_key ? p.keys.scales : p.values.scales;
+  *reinterpret_cast<uint2*>(data + (row * heads + head) * p.head_dim + column) = {bytes[0],
+                                                                                  bytes[1]};
   if (column == 0) {
-    to.scales[kv_scale(row, head, heads)] =
-        finite ? magnitude / 127.0f : __uint_as_float(0x7fc00000u);
+    scales[kv_scale(row, head, heads)] = finite ? magnitude / 127.0f : __uint_as_float(0x7fc00000u);
   }
 }
 

@@ -144,20 +144,25 @@ __device__ float2 block_sums(float2 value, int turn) {
 }
 
 // A block processes a run of rows in turn; each thread keeps its pieces of the row, of the weight
-// and of the block's part of the weight's gradient in registers.
+// and of the block's part of the weight's gradient in registers. With 8 pieces there are none left
+// for the weight: it is read again, from the L1.
 //   d_s = scale * (d_y * weight * inv - s * inv^3 / D * sum(d_y * weight * s))
 template <int kPieces>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_backward_kernel(RmsNormBackwardCuda p, int64_t rows) {
-  const int64_t pieces = p.width / kPiece;
+  const int pieces = static_cast<int>(p.width / kPiece);
   const int64_t begin = blockIdx.x * rows;
   const int64_t end = begin + rows < p.tokens ? begin + rows : p.tokens;
-  Piece weight[kPieces];
+  constexpr bool kKeepsWeight = kPieces < 8;
+  Piece weights[kKeepsWeight ? kPieces : 1];
+  const auto weight = [&](int i, int at) {
+    return kKeepsWeight ? weights[i] : reinterpret_cast<const Piece*>(p.weight)[at];
+  };
   float2 d_weight[kPieces][kPiece / 2] = {};
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int64_t at = threadIdx.x + int64_t{i} * kThreads;
-    if (at < pieces) weight[i] = reinterpret_cast<const Piece*>(p.weight)[at];
+  for (int i = 0; kKeepsWeight && i < kPieces; ++i) {
+    const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+    if (at < pieces) weights[i] = reinterpret_cast<const Piece*>(p.weight)[at];
   }
   for (int64_t m = begin; m < end; ++m) {
     const int64_t row = m * pieces;
@@ -166,17 +171,18 @@ __global__ void __launch_bounds__(kThreads)
     float2 sums{0.0f, 0.0f};  // of s^2 and of d_y * weight * s
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const int64_t at = threadIdx.x + int64_t{i} * kThreads;
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
       if (at >= pieces) break;
       s[i] = reinterpret_cast<const Piece*>(p.s)[row + at];
       d_y[i] = reinterpret_cast<const Piece*>(p.d_y)[d_y_row + at];
       if (p.d_residual != nullptr) {
         residual[i] = reinterpret_cast<const Piece*>(p.d_residual)[row + at];
       }
+      const Piece of_weight = weight(i, at);
 #pragma unroll
       for (int k = 0; k < kPiece / 2; ++k) {
         const float2 v = __bfloat1622float2(s[i].pair[k]), d = __bfloat1622float2(d_y[i].pair[k]);
-        const float2 w = __bfloat1622float2(weight[i].pair[k]);
+        const float2 w = __bfloat1622float2(of_weight.pair[k]);
         sums.x = fmaf(v.x, v.x, fmaf(v.y, v.y, sums.x));
         sums.y = fmaf(d.x * w.x, v.x, fmaf(d.y * w.y, v.y, sums.y));
       }
@@ -187,13 +193,14 @@ __global__ void __launch_bounds__(kThreads)
     const float scaled = p.scale * inv, shrink = sums.y * scaled * inv * inv / width;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const int64_t at = threadIdx.x + int64_t{i} * kThreads;
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
       if (at >= pieces) break;
       Piece d_s;
+      const Piece of_weight = weight(i, at);
 #pragma unroll
       for (int k = 0; k < kPiece / 2; ++k) {
         const float2 v = __bfloat1622float2(s[i].pair[k]), d = __bfloat1622float2(d_y[i].pair[k]);
-        const float2 w = __bfloat1622float2(weight[i].pair[k]);
+        const float2 w = __bfloat1622float2(of_weight.pair[k]);
         d_weight[i][k].x = fmaf(d.x * v.x, scaled, d_weight[i][k].x);
         d_weight[i][k].y = fmaf(d.y * v.y, scaled, d_weight[i][k].y);
         float2 g{fmaf(d.x * w.x, scaled, -shrink * v.x), fmaf(d.y * w.y, scaled, -shrink * v.y)};
@@ -213,7 +220,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    const int64_t at = threadIdx.x + int64_t{i} * kThreads;
+    const int at = static_cast<int>(threadIdx.x) + i * kThreads;
     if (at >= pieces) break;
     auto* to = reinterpret_cast<float4*>(p.partial + blockIdx.x * p.width + at * kPiece);
     to[0] = {d_weight[i][0].x, d_weight[i][0].y, d_weight[i][1].x, d_weight[i][1].y};
@@ -276,30 +283,26 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int heads = static_cast<int>(p.heads);
   const int64_t begin = blockIdx.x * rows;
   const int64_t end = begin + rows < p.tokens ? begin + rows : p.tokens;
-  Piece weight[2] = {};
-  if (holds) {
-    weight[0] = reinterpret_cast<const Piece*>(p.q_norm)[lane];
-    weight[1] = reinterpret_cast<const Piece*>(p.k_norm)[lane];
-  }
   float2 d_weight[2][kPiece / 2] = {};
   const int64_t items = (end - begin) * normed_heads;
   for (int64_t i = warp; i < items; i += kWarps) {
     const int64_t m = begin + i / normed_heads;
     const int head = static_cast<int>(i % normed_heads);
     const bool key = head >= heads;
-    Piece x = {}, d = {};
+    Piece x = {}, d = {}, weight = {};
     auto* const at =
         reinterpret_cast<Piece*>(p.d_qkv + (m * (normed_heads + p.kv_heads) + head) * p.head_dim) +
         lane;
     if (holds) {
       x = reinterpret_cast<const Piece*>(p.kept + (m * normed_heads + head) * p.head_dim)[lane];
       d = *at;
+      weight = reinterpret_cast<const Piece*>(key ? p.k_norm : p.q_norm)[lane];  // from the L1
     }
     float2 sums{0.0f, 0.0f};  // of x^2 and of d_y * weight * x
 #pragma unroll
     for (int k = 0; k < kPiece / 2; ++k) {
       const float2 v = __bfloat1622float2(x.pair[k]), g = __bfloat1622float2(d.pair[k]);
-      const float2 w = __bfloat1622float2(key ? weight[1].pair[k] : weight[0].pair[k]);
+      const float2 w = __bfloat1622float2(weight.pair[k]);
       sums.x = fmaf(v.x, v.x, fmaf(v.y, v.y, sums.x));
       sums.y = fmaf(g.x * w.x, v.x, fmaf(g.y * w.y, v.y, sums.y));
     }
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 #pragma unroll
     for (int k = 0; k < kPiece / 2; ++k) {
       const float2 v = __bfloat1622float2(x.pair[k]), g = __bfloat1622float2(d.pair[k]);
-      const float2 w = __bfloat1622float2(key ? weight[1].pair[k] : weight[0].pair[k]);
+      const float2 w = __bfloat1622float2(weight.pair[k]);
       const float2 part{g.x * v.x * inv, g.y * v.y * inv};
       d_weight[0][k].x += key ? 0.0f : part.x;
       d_weight[0][k].y += key ? 0.0f : part.y;
