@@ -385,6 +385,8 @@ nb::object logits_of(LoadedEngine& engine, const std::vector<int32_t>& ids) {
 NB_MODULE(_engine, m) {
   using namespace twell;          // NOLINT(google-build-using-namespace)
   using namespace twell::python;  // NOLINT(google-build-using-namespace)
+  // An engine in a global variable outlives the interpreter, which is no fault of the program.
+  nb::set_leak_warnings(false);
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);

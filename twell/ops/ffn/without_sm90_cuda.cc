@@ -31,6 +31,9 @@ namespace tile_union {
 
 cudaError_t launch_up_sm90(const Up&, int, cudaStream_t) { no_hopper_kernel("tile-union"); }
 cudaError_t launch_down_sm90(const Down&, int, cudaStream_t) { no_hopper_kernel("tile-union"); }
+cudaError_t launch_byte_down_sm90(const Down&, int, cudaStream_t) {
+  no_hopper_kernel("tile-union");
+}
 
 }  // namespace tile_union
 }  // namespace twell
