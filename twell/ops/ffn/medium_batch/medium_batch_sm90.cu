@@ -409,9 +409,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 namespace up {
 
 constexpr uint32_t kPlaceBytes = kMaxNeurons * 4;
-// 1,024 bytes align it to the swizzle atom; 256 are left to static shared memory.
+// For the scan of a union. Static memory would be padded to the widest alignment of dynamic memory
+// in the source's unit.
+constexpr uint32_t kScanBytes = 32 * 4;
+// 1,024 bytes align it to the swizzle atom.
 constexpr uint32_t kRingBytes =
-    (kSharedBytes - 1024 - kPlaceBytes - 2 * kMaxStages * 8 - 256) / 1024 * 1024;
+    (kSharedBytes - 1024 - kPlaceBytes - 2 * kMaxStages * 8 - kScanBytes) / 1024 * 1024;
 
 struct Params {
   CUtensorMap map_x;          // [M, D], boxes of 128 rows
@@ -614,7 +617,6 @@ struct Union {
 __global__ void __launch_bounds__(kThreads, 1)
     medium_up_sm90_kernel(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
-  __shared__ int scratch[32];
   const Shared s(memory);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.map_x);
@@ -631,7 +633,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tile = static_cast<int>(blockIdx.z);
   wait_for_previous_kernel();
   allow_next_kernel();
-  const Union neurons(p.lists, tile, scratch);
+  const Union neurons(p.lists, tile, reinterpret_cast<int*>(memory + kSharedBytes - kScanBytes));
   if (threadIdx.x == 0 && rank == 0 && cluster == 0) p.lists.totals[tile] = neurons.total;
   const auto padded = [](int count) { return (count + kGroup - 1) / kGroup * kGroup; };
   const int most = min(padded((neurons.total + clusters - 1) / clusters), kMaxNeurons);
@@ -976,7 +978,7 @@ void medium_batch_ffn_cuda(CudaContext& ctx, const BatchFfnCuda& problem,
                          .up_relu = problem.up_relu};
   TWELL_CUDA_CHECK(launch(up::medium_up_sm90_kernel,
                           dim3(schedule.up_split, schedule.up_clusters, schedule.tiles),
-                          dim3(schedule.up_split), kSharedBytes - 256, ctx.stream(), of_up));
+                          dim3(schedule.up_split), kSharedBytes, ctx.stream(), of_up));
   const down::Params of_down{.lists = lists,
                              .weight = problem.w_down,
                              .y = problem.y,
