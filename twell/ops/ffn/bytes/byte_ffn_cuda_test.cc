@@ -67,8 +67,9 @@ struct ByteCase {
   bool gated = true;
   Activation activation = Activation::kRelu;
   bool add = false, mapped = false;
-  // Of every 900 neurons, u of the second 300 is 2^apart as large as random, that of the third
-  // 2^-apart, and w_down the inverse: all count alike in y, and blocks of h have other exponents.
+  // The second 300 of every 900 neurons have u 2^apart times as large as random, the third 300
+  // 2^-apart, and w_down the inverse, so that all count alike in y and blocks of h differ in
+  // exponent.
   int apart = 0;
   double up = 0.05;  // size of the up weights
 
