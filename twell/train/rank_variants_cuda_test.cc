@@ -86,6 +86,10 @@ TEST_F(RankVariantsCudaTest, TwoGpusTrainEachAsOne) {
   expect_each_as_on_one_gpu(kRunVariants, data_.shards);
 }
 
+TEST_F(RankVariantsCudaTest, NeuronsThatFireOnOneRankAloneAreNotDead) {
+  expect_each_as_on_one_gpu(kSeldomVariants, data_.shards);
+}
+
 TEST_F(RankVariantsCudaTest, TwoGpusTrainOnConversationsAsOne) {
   Context ctx(1);
   const int64_t length = micro_config(data_.tokenizer.vocab_size()).context;

@@ -57,6 +57,10 @@ TEST_F(RankVariantsTest, TwoRanksTrainEachAsOne) {
   expect_each_as_on_one_rank(kRunVariants, data_.shards);
 }
 
+TEST_F(RankVariantsTest, NeuronsThatFireOnOneRankAloneAreNotDead) {
+  expect_each_as_on_one_rank(kSeldomVariants, data_.shards);
+}
+
 TEST_F(RankVariantsTest, TwoRanksTrainOnConversationsAsOne) {
   Context ctx(1);
   const int64_t length = micro_config(data_.tokenizer.vocab_size()).context;

@@ -50,6 +50,15 @@ inline constexpr RunVariant kTalkVariants[] = {{"talks", [](auto&, auto& o) {
                                                   o.distill = 0.5;
                                                 }}};
 
+// Neurons fire on so few tokens that some do on those of one rank alone. Dead ones stay as they
+// are, because a token at the threshold may decide otherwise after a step in bf16.
+inline constexpr RunVariant kSeldomVariants[] = {{"seldom", [](auto& c, auto& o) {
+                                                    c.family = Family::kProSparse;
+                                                    c.activation = Activation::kFatRelu;
+                                                    c.activation_threshold = 0.18;
+                                                    o.reinit_dead = false;
+                                                  }}};
+
 // What a rank found.
 struct VariantRun {
   std::vector<StepMetrics> steps;
