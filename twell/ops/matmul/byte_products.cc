@@ -4,6 +4,7 @@
 #include <hwy/cache_control.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -248,9 +249,8 @@ void dot_columns(const QuantisedRows& a, Bytes b, MatrixF c, int64_t begin, int6
   }
 }
 
-// sums [M, N] = rows [begin, end) of B times their columns of A.
+// sums [M, N] += rows [begin, end) of B times their columns of A.
 void sum_rows(const QuantisedRows& a, Bytes b, int64_t begin, int64_t end, Matrix<int32_t> sums) {
-  for (int64_t row = 0; row < sums.rows; ++row) std::fill_n(sums.row(row), sums.cols, 0);
   const int64_t step = (end - begin) / kPlaces;
   for (int64_t i = begin; i < begin + step; ++i) add_rows(a, b, i, step, sums);
   for (int64_t i = begin + kPlaces * step; i < end; ++i) {
@@ -276,6 +276,25 @@ namespace {
 
 constexpr int64_t kWorthAThread = int64_t{1} << 17;  // multiply-adds: some ten microseconds
 
+// Calls fn(begin, end, thread) on ranges of [0, n), thread < threads <= ctx.threads(). Threads take
+// them as they become free, each half of its share of what is left, `grain` items at least: memory
+// serves two cores unevenly, and with fixed shares one waits for the other. Which thread has which
+// range must not matter to the result.
+template <typename Fn>
+void share(Context& ctx, int64_t n, int64_t grain, int64_t threads, const Fn& fn) {
+  std::atomic<int64_t> next = 0;
+  ctx.parallel_for(threads, 1, [&](int64_t first, int64_t last, int) {
+    for (int64_t part = first; part < last; ++part) {
+      for (int64_t begin = next; begin < n;) {
+        const int64_t end = std::min(n, begin + std::max(grain, (n - begin) / (2 * threads)));
+        if (!next.compare_exchange_weak(begin, end)) continue;
+        fn(begin, end, part);
+        begin = next;
+      }
+    }
+  });
+}
+
 QuantisedRows quantised(Arena::Scope& scope, ConstMatrixF a) {
   const auto values = scope.matrix<int16_t>(a.rows, a.cols);
   float* const scales = scope.alloc<float>(a.rows);
@@ -300,7 +319,8 @@ void byte_row_products(Context& ctx, ConstMatrixF a, const WeightMatrix& b, Matr
   const QuantisedRows rows = quantised(scope, a);
   const int64_t groups = (c.cols + 3) / 4;
   const int64_t grain = kWorthAThread / (4 * a.cols * a.rows) + 1;
-  ctx.parallel_for(groups, grain, [&](int64_t begin, int64_t end, int) {
+  const int64_t threads = std::clamp<int64_t>(groups / grain, 1, ctx.threads());
+  share(ctx, groups, grain, threads, [&](int64_t begin, int64_t end, int64_t) {
     HWY_DYNAMIC_DISPATCH(dot_columns)
     (rows, bytes_of(b), c, begin * 4, std::min(end * 4, c.cols));
   });
@@ -314,12 +334,11 @@ void byte_row_sums(Context& ctx, ConstMatrixF a, const WeightMatrix& b, MatrixF 
   const int64_t parts =
       std::clamp<int64_t>(b.rows / (kWorthAThread / (c.cols * c.rows) + 1), 1, ctx.threads());
   const auto sums = scope.matrix<int32_t>(parts * c.rows, c.cols);
-  ctx.parallel_for(parts, 1, [&](int64_t first, int64_t last, int) {
-    for (int64_t part = first; part < last; ++part) {
-      HWY_DYNAMIC_DISPATCH(sum_rows)
-      (rows, bytes_of(b), b.rows * part / parts, b.rows * (part + 1) / parts,
-       sums.slice_rows(part * c.rows, c.rows));
-    }
+  std::fill_n(sums.data, sums.rows * sums.cols, 0);
+  const int64_t rows_at_least = b.rows / parts / 8 / kPlaces * kPlaces + kPlaces;
+  share(ctx, b.rows, rows_at_least, parts, [&](int64_t begin, int64_t end, int64_t part) {
+    HWY_DYNAMIC_DISPATCH(sum_rows)
+    (rows, bytes_of(b), begin, end, sums.slice_rows(part * c.rows, c.rows));
   });
   const int64_t grain = kWorthAThread / (parts * c.rows) + 1;  // columns
   ctx.parallel_for(c.cols, grain, [&](int64_t begin, int64_t end, int) {
