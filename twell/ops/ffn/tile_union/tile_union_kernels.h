@@ -43,12 +43,14 @@ struct ByteBlock {
   static constexpr int kNoExponent = -128;  // all values are 0
 
 #ifdef __CUDACC__
-  // The smallest exponent with which e4m3, at most 448, holds values up to `largest`.
+  // The smallest exponent with which e4m3, at most 448, holds values up to `largest`: at most 120.
+  // 127 where that is infinite. Its inverse is 0 in f32, so that infinite values become NaN, and
+  // with them all of their token's y, as in a dense layer.
   __device__ __forceinline__ static int exponent_of(float largest) {
     if (largest == 0.0f) return kNoExponent;
     // 2^exponent is largest / 448 with its mantissa rounded up.
     const int exponent = ((__float_as_int(largest * (1.0f / 448.0f)) + 0x7fffff) >> 23) - 127;
-    return min(max(exponent, -126), 120);
+    return min(max(exponent, -126), 127);
   }
 #endif
 };
