@@ -31,23 +31,15 @@ SOURCES = ["twell/**/*.cu", "bench/*.cu"]
 _PER_TILE = "one value, read once per tile, in e4m3 alone: all registers are given out"
 _CTAS = "its launch bounds leave no more registers, so that several CTAs fit on an SM"
 ALLOWED = {
-    "attention_decode_group_kernel": ({"sm_80": 144, "sm_86": 160, "sm_89": 160, "sm_90": 40},
-                                      "at 255 registers; a group of heads shares each key it loads"),
-    "attention_decode_single_kernel": ({"sm_80": 40, "sm_90": 0},
+    "attention_decode_single_kernel": ({"sm_80": 8, "sm_86": 0, "sm_89": 0, "sm_90": 0, "sm_100": 0, "sm_120": 0},
                                        _CTAS),
-    "expand_kernel": ({"sm_80": 16, "sm_90": 16}, _CTAS),
-    "find_unions_kernel": ({"sm_80": 0, "sm_90": 8, "sm_120": 16}, _CTAS),
+    "expand_kernel": ({"sm_80": 8, "sm_86": 0, "sm_89": 0, "sm_90": 8, "sm_100": 32, "sm_120": 0}, _CTAS),
+    "find_unions_kernel": ({"sm_80": 0, "sm_86": 0, "sm_89": 0, "sm_90": 0, "sm_100": 8, "sm_120": 16}, _CTAS),
     "gate_gemm_sm90_kernel": ({"sm_90a": 8}, _PER_TILE),
     "gathered_gemm_sm90_kernel": ({"sm_90a": 48},
                                   "at 168 registers, and only where columns have scales (e4m3)"),
-    "hidden_forward_kernel": ({"sm_80": 8, "sm_90": 0, "sm_120": 16},
-                              _CTAS + "; in the instances of SiLU and GELU alone"),
-    "light_rows_kernel": ({"sm_80": 0, "sm_90": 0, "sm_120": 8},
-                          "at 48 registers, by ptxas' own choice, for the narrowest rows"),
     "piece_kernel": ({"sm_80": 0, "sm_90": 0, "sm_100": 8}, "at 39 registers, by ptxas' own choice"),
     "qkv_sm90_kernel": ({"sm_90a": 8}, _PER_TILE),
-    "rotate_warp_kernel": ({"sm_80": 56, "sm_90": 0},
-                           "at 128 registers, in the instance for the widest gates, which runs once"),
 }
 
 

@@ -92,6 +92,13 @@ __device__ __forceinline__ KvRows begin_work(const AttentionCuda& p, const Work&
   return rows;
 }
 
+// The thread's warp. That it is a constant in CTAs of one warp lets the compiler see that all lanes
+// take the same keys: their numbers are in uniform registers, and shuffles need no second path.
+template <int kWarps>
+__device__ __forceinline__ int warp_of() {
+  return kWarps == 1 ? 0 : static_cast<int>(threadIdx.x) / 32;
+}
+
 // kPiece values of a row, as a lane loads them.
 template <typename T>
 using PieceOf = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
@@ -107,6 +114,13 @@ __device__ __forceinline__ uint32_t word(const uint2& bytes, int i) {
   return gpu::bytes_to_bf16x2(i < 2 ? bytes.x : bytes.y, i % 2);
 }
 
+// How many c there are with columns kEvery * c + kPiece * piece inside the head. A comparison of c
+// with it takes one register for all c.
+template <int kEvery>
+__device__ __forceinline__ int parts_inside(const AttentionCuda& p, int piece) {
+  return (static_cast<int>(p.head_dim) - piece * kPiece + kEvery - 1) / kEvery;
+}
+
 // The part of 16 keys that lane 4 g + t holds: columns 32 c + 8 t .. + 7 of the head.
 template <int kHeadDim, typename T>
 struct KeyTile {
@@ -117,15 +131,16 @@ struct KeyTile {
   __device__ __forceinline__ void load(const AttentionCuda& p, const T* row, int key, int begin,
                                        int end) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
-    const bool has_low = key + g >= begin && key + g < end;
-    const bool has_high = key + g + 8 >= begin && key + g + 8 < end;
-    const T* from = row + g * p.kv_stride + t * kPiece;
-    const T* from_high = from + 8 * p.kv_stride;
+    const int parts = parts_inside<32>(p, t);
+    const int low_parts = key + g >= begin && key + g < end ? parts : 0;
+    const int high_parts = key + g + 8 >= begin && key + g + 8 < end ? parts : 0;
+    const int stride = static_cast<int>(p.kv_stride);
+    const T* from = row + g * stride + t * kPiece;
+    const T* from_high = from + 8 * stride;
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
-      const bool inside = 32 * c + t * kPiece < p.head_dim;
-      low[c] = load_if(inside && has_low, from + 32 * c);
-      high[c] = load_if(inside && has_high, from_high + 32 * c);
+      low[c] = load_if(c < low_parts, from + 32 * c);
+      high[c] = load_if(c < high_parts, from_high + 32 * c);
     }
   }
 };
@@ -142,12 +157,10 @@ struct ValueTile {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 2 * t + i % 2 + i / 2 * 8;
-      const bool visible = key + at >= begin && key + at < end;
-      const T* from = row + at * p.kv_stride + g * kPiece;
+      const int parts = key + at >= begin && key + at < end ? parts_inside<64>(p, g) : 0;
+      const T* from = row + at * static_cast<int>(p.kv_stride) + g * kPiece;
 #pragma unroll
-      for (int c = 0; c < kParts; ++c) {
-        of_key[c][i] = load_if(visible && 64 * c + g * kPiece < p.head_dim, from + 64 * c);
-      }
+      for (int c = 0; c < kParts; ++c) of_key[c][i] = load_if(c < parts, from + 64 * c);
     }
   }
 };
@@ -363,7 +376,7 @@ template <int kHeadDim, int kWarps>
 __device__ __forceinline__ void gather(WarpResults<kHeadDim, kWarps, kMostQueries>& results,
                                        const Work& work, const float (&top)[2], float (&sum)[2],
                                        const float (&out)[kHeadDim / 16][4]) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = warp_of<kWarps>(), lane = static_cast<int>(threadIdx.x) % 32;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -393,6 +406,45 @@ __device__ __forceinline__ void gather(WarpResults<kHeadDim, kWarps, kMostQuerie
   }
 }
 
+// Columns 32 c + 8 t .. + 7 of query g, which lane 4 g + t multiplies. Those of the widest heads
+// lie in shared memory, once for all warps: with them, a tile of keys, one of values and the sums a
+// lane would have more values than registers. Made by all threads of the CTA.
+template <int kHeadDim, int kWarps>
+struct QueryColumns {
+  static constexpr int kParts = kHeadDim / 32;
+  static constexpr bool kShared = kHeadDim > 128;
+
+  __device__ __forceinline__ QueryColumns(const AttentionCuda& p, const Work& work) {
+    const int warp = warp_of<kWarps>(), lane = static_cast<int>(threadIdx.x) % 32;
+    const int g = lane / 4, t = lane % 4;
+    const auto load = [&](int c) {
+      const int at = 32 * c + t * kPiece;
+      return load_if(work.has_head(g) && at < p.head_dim,
+                     p.q + work.q_row * p.q_stride + work.head(g) * p.head_dim + at);
+    };
+    if constexpr (kShared) {
+      __shared__ uint4 parts[kParts][32];
+      for (int c = warp; c < kParts; c += kWarps) parts[c][lane] = load(c);
+      __syncthreads();
+      address = static_cast<uint32_t>(__cvta_generic_to_shared(&parts[0][lane]));
+    } else {
+#pragma unroll
+      for (int c = 0; c < kParts; ++c) own[c] = load(c);
+    }
+  }
+  // By assembly, as the compiler would load all parts once, in front of the loop over keys.
+  __device__ __forceinline__ uint4 part(int c) const {
+    if constexpr (kShared) {
+      return gpu::load_shared16(address + c * 32 * static_cast<uint32_t>(sizeof(uint4)));
+    } else {
+      return own[c];
+    }
+  }
+
+  uint4 own[kShared ? 1 : kParts];
+  uint32_t address;
+};
+
 // For several query heads of each key/value head, and for rows in 8 bits (T is int8_t). With wide
 // heads this is fastest when the compiler may take all registers (1 CTA per SM), with others when
 // it chooses how many (0).
@@ -404,8 +456,8 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
   if (!work.exists()) return;
   const int begin = work.begin, end = work.end;
 
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int g = lane / 4, t = lane % 4;
+  const int warp = warp_of<kWarps>(), lane = static_cast<int>(threadIdx.x) % 32;
+  const int g = lane / 4;
   const T* k_head = head_rows<T>(p, p.k, p.k8, work.kv_head);
   const T* v_head = head_rows<T>(p, p.v, p.v8, work.kv_head);
   // Tiles on the way, of keys and of values: two in 8 bits have the bytes of one in bf16. With the
@@ -432,14 +484,7 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
     load_values(u, row, at, key + u * kStep);
   }
 
-  constexpr int kKeyParts = kHeadDim / 32;
-  uint4 q[kKeyParts];  // this lane's columns of query g
-#pragma unroll
-  for (int c = 0; c < kKeyParts; ++c) {
-    const int at = 32 * c + t * kPiece;
-    q[c] = load_if(work.has_head(g) && at < p.head_dim,
-                   p.q + work.q_row * p.q_stride + work.head(g) * p.head_dim + at);
-  }
+  const QueryColumns<kHeadDim, kWarps> q(p, work);
   const float scale = kLog2E * rsqrtf(static_cast<float>(p.head_dim));
 
   // A lane has queries 2 t and 2 t + 1: their largest scores (base 2) over the keys of all lanes,
@@ -454,12 +499,13 @@ __global__ void __launch_bounds__(32 * kWarps, kHeadDim > 64 ? 1 : 0)
     const int64_t row_at = row * p.kv_stride;
     float score[4] = {};  // key g with queries 2 t and 2 t + 1, then key g + 8 with both
 #pragma unroll
-    for (int c = 0; c < kKeyParts; ++c) {
+    for (int c = 0; c < kHeadDim / 32; ++c) {
       const auto &low = k[u].low[c], &high = k[u].high[c];
-      gpu::mma_16x8x16(score, word(low, 0), word(high, 0), word(low, 1), word(high, 1), q[c].x,
-                       q[c].y);
-      gpu::mma_16x8x16(score, word(low, 2), word(high, 2), word(low, 3), word(high, 3), q[c].z,
-                       q[c].w);
+      const uint4 query = q.part(c);
+      gpu::mma_16x8x16(score, word(low, 0), word(high, 0), word(low, 1), word(high, 1), query.x,
+                       query.y);
+      gpu::mma_16x8x16(score, word(low, 2), word(high, 2), word(low, 3), word(high, 3), query.z,
+                       query.w);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) score[i] = k_scale[u].scaled(score[i], i / 2);
@@ -503,7 +549,7 @@ template <int kHeadDim, int kWarps>
 __device__ __forceinline__ void gather(WarpResults<kHeadDim, kWarps, 1>& results, float top,
                                        float sum, float (&value)[kPiece]) {
   constexpr int kLanes = kHeadDim / kPiece;  // of a row
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = warp_of<kWarps>(), lane = static_cast<int>(threadIdx.x) % 32;
   float top_of_warp = top;
 #pragma unroll
   for (int offset = kLanes; offset < 32; offset *= 2) {
@@ -556,21 +602,25 @@ __global__ void __launch_bounds__(32 * kWarps,
   constexpr int kRows = 32 / kLanes;         // that a warp loads at once
   constexpr int kStep = kRows * kLoads;
   static_assert(kKvBlock % kStep == 0, "the keys of a step are in one block");
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int column = lane % kLanes * kPiece, first_row = lane / kLanes;
+  const int warp = warp_of<kWarps>(), lane = static_cast<int>(threadIdx.x) % 32;
+  const int column = lane % kLanes * kPiece;
   const bool inside = column < p.head_dim;
-  const int64_t lane_at = first_row * p.kv_stride + work.kv_head * p.head_dim + column;
-  const auto load = [&](uint4(&to)[kLoads], const __nv_bfloat16* from, int64_t row, int first) {
-    from += row * p.kv_stride + lane_at;
+  // The lane's row of those loaded at once; behind all keys where the head has no such columns.
+  const int first_row = inside ? lane / kLanes : 1 << 30;
+  // 32 bits, of which a step has few enough, take fewer registers than 64.
+  const int stride = static_cast<int>(p.kv_stride);
+  const int lane_at = lane / kLanes * stride + work.kv_head * static_cast<int>(p.head_dim) + column;
+  const auto load = [&](uint4(&to)[kLoads], const __nv_bfloat16* from, int row, int first) {
+    from += int64_t{row} * stride + lane_at;
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       const int key = first + u * kRows + first_row;
-      to[u] = load_if(inside && key >= begin && key < end, from + u * kRows * p.kv_stride);
+      to[u] = load_if(key >= begin && key < end, from + u * kRows * stride);
     }
   };
   int first = begin / kStep * kStep + warp * kStep;
   uint4 k[kLoads], v[kLoads];
-  int64_t row = rows.row(first);
+  int row = rows.row(first);
   load(k, p.k, row, first);
   load(v, p.v, row, first);
   float q[kPiece];

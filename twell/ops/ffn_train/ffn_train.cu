@@ -111,7 +111,9 @@ __global__ void __launch_bounds__(kHiddenThreads) hidden_forward_kernel(HiddenFo
   if (threadIdx.x < kRows) row_nnz[threadIdx.x] = 0;
   __syncthreads();
   uint32_t* mask = problem.union_mask + first_row / kUnionTokens * ((problem.ffn + 31) / 32);
-  int nnz[kRows] = {}, union_neurons = 0;
+  // Of each row, half a word: a thread counts fewer than 2^16 of a row, as F is below 2^24.
+  uint32_t nnz[kRows / 2] = {};
+  int union_neurons = 0;
   float l1 = 0.0f;
   for (int piece = threadIdx.x; piece < pieces; piece += kHiddenThreads) {
     uint32_t any = 0;  // bit per neuron of the piece: it fires on one of the rows
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kHiddenThreads) hidden_forward_kernel(HiddenFo
       const uint4 out{word(gate.x, up.x, 0), word(gate.y, up.y, 1), word(gate.z, up.z, 2),
                       word(gate.w, up.w, 3)};
       const uint32_t bits = active[0] | active[1] << 2 | active[2] << 4 | active[3] << 6;
-      nnz[row] += __popc(bits);
+      nnz[row / 2] += static_cast<uint32_t>(__popc(bits)) << (row % 2 * 16);
       any |= bits;
       if (problem.h != nullptr) h[int64_t{row} * pieces + piece] = out;
     }
@@ -146,8 +148,8 @@ __global__ void __launch_bounds__(kHiddenThreads) hidden_forward_kernel(HiddenFo
   if (problem.counts == nullptr) return;
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
-    const int sum = __reduce_add_sync(~0u, nnz[row]);
-    if (threadIdx.x % 32 == 0) atomicAdd(&row_nnz[row], sum);
+    const uint32_t sum = __reduce_add_sync(~0u, nnz[row / 2] >> (row % 2 * 16) & 0xffffu);
+    if (threadIdx.x % 32 == 0) atomicAdd(&row_nnz[row], static_cast<int>(sum));
   }
   union_neurons = __reduce_add_sync(~0u, union_neurons);
   if (threadIdx.x % 32 == 0 && union_neurons > 0) {

@@ -200,9 +200,10 @@ __device__ __forceinline__ uint32_t restore(const Kept& kept, int block, BlockVa
 __device__ __forceinline__ uint32_t reload(const Expand& expand, int block, BlockValues& values) {
   const uint4* g = block_pieces(expand.tiles.activations, block);
   const uint4* u = expand.d_u != nullptr ? block_pieces(expand.d_u, block) : nullptr;
+  const int thread = static_cast<int>(gpu::opaque(threadIdx.x));
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    const int piece = threadIdx.x + i * kThreads;
+    const int piece = thread + i * kThreads;
     values.g[piece] = g[piece];
     values.u[piece] = u != nullptr ? u[piece] : uint4{kOnes, kOnes, kOnes, kOnes};
     values.put_fired(piece, fired_bits(values.g[piece]));
@@ -222,12 +223,11 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas) expand_kernel(Expand exp
   const bool overflow = expand.kept.state->overflow != 0;
   const float l1_scale = *expand.l1_scale;
   for (int block = blockIdx.x; block < index.blocks; block += gridDim.x) {
-    uint4* h = block_pieces(expand.tiles.activations, block);
-    uint4* d_u = expand.d_u != nullptr ? block_pieces(expand.d_u, block) : nullptr;
-    uint4* d_g = block_pieces(expand.d_g, block);
     uint4 hidden[kPieces];  // d_h, loaded early to hide the latency
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) hidden[i] = d_g[threadIdx.x + i * kThreads];
+    for (int i = 0; i < kPieces; ++i) {
+      hidden[i] = block_pieces(expand.d_g, block)[threadIdx.x + i * kThreads];
+    }
     const uint32_t tokens =
         overflow ? reload(expand, block, values) : restore(expand.kept, block, values);
     int count = __popc(tokens);
@@ -248,9 +248,9 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas) expand_kernel(Expand exp
       } else {
         hidden[i] = u = g = uint4{};
       }
-      h[piece] = hidden[i];
-      d_g[piece] = g;
-      if (d_u != nullptr) d_u[piece] = u;
+      block_pieces(expand.tiles.activations, block)[piece] = hidden[i];
+      block_pieces(expand.d_g, block)[piece] = g;
+      if (expand.d_u != nullptr) block_pieces(expand.d_u, block)[piece] = u;
     }
     __syncthreads();
   }

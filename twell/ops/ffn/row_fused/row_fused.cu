@@ -308,6 +308,12 @@ __device__ __forceinline__ void store_row(const Problem& problem, int64_t row, i
 }
 
 constexpr int kLightWarps = 4;
+// On 12.0 ptxas 13.0 would spill by its own choice of registers (0), which is best on other GPUs.
+#if __CUDA_ARCH__ >= 1200
+constexpr int kLeastLightCtas = 1;
+#else
+constexpr int kLeastLightCtas = 0;
+#endif
 constexpr int kHeavyWarps = 8;
 // Weight rows loaded ahead. At D = 2048 the ring buffers take 48 and 64 KiB per CTA.
 constexpr int kLightDepth = 3;
@@ -316,7 +322,8 @@ constexpr int kQuarters = 4;  // a quarter of a tile is the unit of work of a he
 
 // One warp per (row, chunk of columns).
 template <int Pieces>
-__global__ void __launch_bounds__(kLightWarps * 32) light_rows_kernel(const Problem problem) {
+__global__ void __launch_bounds__(kLightWarps * 32, kLeastLightCtas)
+    light_rows_kernel(const Problem problem) {
   extern __shared__ __align__(16) uint8_t rings[];
   __shared__ NonzeroList lists[kLightWarps];
   const int64_t row = int64_t{blockIdx.x} * kLightWarps + threadIdx.x / 32;

@@ -284,8 +284,11 @@ __device__ __forceinline__ void quantise(const float* values, int group, int8_t*
 // A warp per row of 256 kPieces columns. First a lane has the pieces whose index is its own plus a
 // multiple of 32, and transforms over bits 0-2 and from 8 on. Then it has 32 columns that differ in
 // bits 3-7, of one piece in 256 columns, for up to four of those at a time.
+// Two CTAs share an SM's registers, but for the widest rows of w_gate, which need more: they are
+// rotated once.
 template <typename Rows, int kPieces>
-__global__ void __launch_bounds__(kThreads, 2) rotate_warp_kernel(Rows p) {
+__global__ void __launch_bounds__(kThreads, Rows::kGate&& kPieces == 8 ? 1 : 2)
+    rotate_warp_kernel(Rows p) {
   constexpr int kColumns = 32 * kPiece;  // of one piece per lane
   constexpr int kTurn = 4;               // pieces per lane in shared memory at a time
   constexpr int kTurns = (kPieces + kTurn - 1) / kTurn;

@@ -15,6 +15,7 @@
 
 #include "twell/format/activity_cuda.h"
 #include "twell/format/twell_reader.cuh"
+#include "twell/gpu/bf16_pair.cuh"
 #include "twell/gpu/launch.cuh"
 #include "twell/gpu/scan.cuh"
 #include "twell/gpu/sync.cuh"
@@ -38,8 +39,10 @@ __device__ __forceinline__ int blocks_of(int neurons) { return (neurons + kBlock
 template <int Threads>
 __device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count, uint32_t* buckets,
                             int* scratch) {
+#pragma unroll 1
   for (int i = threadIdx.x; i <= tiles.blocks; i += Threads) buckets[i] = 0;
   __syncthreads();
+#pragma unroll 1
   for (int tile = threadIdx.x; tile < count; tile += Threads) {
     atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u);
   }
@@ -55,6 +58,7 @@ __device__ void order_tiles(const Tiles& tiles, const int32_t* sizes, int count,
   }
   __syncthreads();
   // The order within a bucket is arbitrary: it decides which CTA computes a tile, not its result.
+#pragma unroll 1
   for (int tile = threadIdx.x; tile < count; tile += Threads) {
     tiles.order[atomicAdd(&buckets[tiles.blocks - blocks_of(sizes[tile])], 1u)] = tile;
   }
@@ -362,7 +366,8 @@ struct PartFinder {
   const Gate& gate;
   const Tiles& tiles;
   ActivityCuda* activity;
-  const int ctas;  // CTAs of up
+  const int ctas;                      // CTAs of up
+  const int plain_parts, heavy_parts;  // parts of a plain tile and of a heavy one
   Shared& shared;
   uint32_t* mask;  // [words] in dynamic shared memory; behind it `before` and `listed`
   const int words = gate.col_tiles * 8;
@@ -370,11 +375,18 @@ struct PartFinder {
   int* listed = before + words;
   const int plain_tiles = (gate.rows + kTileTokens - 1) / kTileTokens;
   const int slot = threadIdx.x % kTileTokens, first = threadIdx.x / kTileTokens;
-  int tile = 0, parts = 0;
-  bool judging = false;  // this thread still has to publish that the tile's rows are judged
+  int tile = 0;
   Columns columns{0, 0, 1};
   uint4 heads[kAhead];
 
+  // Parts of the tile, from the kernel's parameters, so that it takes no register.
+  __device__ __forceinline__ int parts() const {
+    return tile < plain_tiles ? plain_parts : heavy_parts;
+  }
+  // Whether this thread publishes that the tile's rows are judged.
+  __device__ __forceinline__ bool publishes() const {
+    return threadIdx.x == 0 && tile < plain_tiles && columns.first == 0;
+  }
   __device__ __forceinline__ int place() const { return tile * kTileTokens + slot; }
   __device__ __forceinline__ void load_heads(int token, int from) {
     if constexpr (!kCandidates) {
@@ -387,19 +399,21 @@ struct PartFinder {
       }
     }
   }
-  __device__ __forceinline__ void begin(int tile_in, int part, int parts_in) {
+  __device__ __forceinline__ void begin(int tile_in, int part) {
     tile = tile_in;
-    parts = parts_in;
-    columns = Columns(gate.col_tiles, part, parts);
+    columns = Columns(gate.col_tiles, part, parts());
+    // Unrolled, loops that mostly run once share an index of later turns, which spills.
+#pragma unroll 1
     for (int i = threadIdx.x; i < columns.words(); i += kThreads) mask[i] = 0;
+#pragma unroll 1
     for (int i = threadIdx.x; i < columns.count; i += kThreads) listed[i] = 0;
     if (threadIdx.x < 2) shared.spilled[threadIdx.x] = 0;
   }
 
   // Starts on a plain tile: 128 consecutive rows without the heavy ones. Returns this thread's
   // token or -1.
-  __device__ __forceinline__ int begin_plain(int tile_in, int part, int parts_in) {
-    begin(tile_in, part, parts_in);
+  __device__ __forceinline__ int begin_plain(int tile_in, int part) {
+    begin(tile_in, part);
     if (gate.packed != nullptr && threadIdx.x == 0) {
       const int end = min((tile + 1) * kTileTokens, gate.rows);
       int phase = 0;
@@ -422,7 +436,6 @@ struct PartFinder {
         }
       }
       __syncthreads();
-      judging = threadIdx.x == 0;
     }
     return heavy ? -1 : row;
   }
@@ -430,13 +443,13 @@ struct PartFinder {
   // Starts on the next part of a tile of heavy rows, which exist once all rows are judged. A CTA
   // that has finished its plain tile takes such parts; at least the CTA that judged last sees them.
   // Returns this thread's token or -1; tile is -1 when there is no part left.
-  __device__ __forceinline__ int begin_heavy(int parts_in) {
+  __device__ __forceinline__ int begin_heavy() {
     if (threadIdx.x == 0) {
       const bool judged = gpu::load_acquire(&tiles.counts->judged) == plain_tiles;
       shared.item = judged ? atomicAdd(&tiles.counts->heavy_taken, 1) : -1;
     }
     __syncthreads();
-    const int item = shared.item, index = item / parts_in, part = item % parts_in;
+    const int item = shared.item, index = item / heavy_parts, part = item % heavy_parts;
     tile = -1;
     if (item < 0) return -1;
     const int rows = shared.heavy.gather<kThreads>(tiles, plain_tiles, index);
@@ -446,7 +459,7 @@ struct PartFinder {
       complete(tiles.max_tiles - plain_tiles - heavy_tiles);  // count the unused tiles as complete
     }
     if (index >= heavy_tiles) return -1;
-    begin(plain_tiles + index, part, parts_in);
+    begin(plain_tiles + index, part);
     const int token = shared.heavy.tokens[slot];
     if (part == 0 && threadIdx.x < kTileTokens) tiles.tokens[place()] = token;
     load_heads(token, first);
@@ -462,16 +475,16 @@ struct PartFinder {
       unite_non_zeros(token);
     }
     uint32_t* out = tiles.mask + int64_t{tile} * words + columns.first_word();
-    for (int i = threadIdx.x; i < columns.words(); i += kThreads) out[i] = mask[i];
-    if (parts > 1 && !last_part()) return;
+#pragma unroll 1
+    for (int i = gpu::opaque(threadIdx.x); i < columns.words(); i += kThreads) out[i] = mask[i];
+    if (parts() > 1 && !last_part()) return;
     number_neurons();
     complete(1);
   }
 
   // Adds the candidates of the part's tokens to the mask. Ends with a barrier.
   __device__ __forceinline__ void unite_candidates(int token) {
-    if (judging) gpu::add_release(&tiles.counts->judged, 1);
-    judging = false;
+    if (publishes()) gpu::add_release(&tiles.counts->judged, 1);
     const int lane = threadIdx.x % 32;
     const auto* bits = reinterpret_cast<const uint4*>(gate.candidates) +
                        (int64_t{max(token, 0)} * gate.col_tiles + columns.first) * 2;
@@ -536,8 +549,9 @@ struct PartFinder {
                       ? twell_reader::tile_quads(gate, token, columns.first + i)[1]
                       : uint4{};
       }
-      if (judging) gpu::add_release(&tiles.counts->judged, 1);  // while the loads are in flight
-      judging = false;
+      if (batch == 0 && publishes()) {  // while the loads are in flight
+        gpu::add_release(&tiles.counts->judged, 1);
+      }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const int i = batch + first + j * kStride;
@@ -573,13 +587,13 @@ struct PartFinder {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      shared.last = atomicAdd(tiles.marked + tile, 1) == parts - 1;
+      shared.last = atomicAdd(tiles.marked + tile, 1) == parts() - 1;
       __threadfence();
     }
     __syncthreads();
     if (!shared.last) return false;
     const uint32_t* whole = tiles.mask + int64_t{tile} * words;
-    for (int i = threadIdx.x; i < words; i += kThreads) mask[i] = __ldcg(whole + i);
+    for (int i = gpu::opaque(threadIdx.x); i < words; i += kThreads) mask[i] = __ldcg(whole + i);
     __syncthreads();
     return true;
   }
@@ -594,7 +608,7 @@ struct PartFinder {
     }
     int neurons = 0;
     for (int base = 0; base < words; base += kThreads) {
-      const int i = base + static_cast<int>(threadIdx.x);
+      const int i = base + static_cast<int>(gpu::opaque(threadIdx.x));
       int total;
       const int below =
           neurons + block_scan<kThreads>(i < words ? __popc(mask[i]) : 0, shared.heavy.scan, total);
@@ -692,12 +706,12 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor)
 #endif
   if (gate.packed == nullptr) gpu::wait_for_previous_kernel();
   gpu::allow_next_kernel();  // up waits for work items by itself, place_gates for this kernel
-  PartFinder<kVariant> finder{gate, tiles, activity, ctas, shared, scratch};
+  PartFinder<kVariant> finder{gate, tiles, activity, ctas, parts, heavy_parts, shared, scratch};
   const int item = blockIdx.x;
-  int token = finder.begin_plain(item / parts, item % parts, parts);
+  int token = finder.begin_plain(item / parts, item % parts);
   while (finder.tile >= 0) {
     finder.find(token);
-    token = finder.begin_heavy(heavy_parts);
+    token = finder.begin_heavy();
   }
 }
 
