@@ -432,7 +432,8 @@ struct QueryColumns {
       for (int c = 0; c < kParts; ++c) own[c] = load(c);
     }
   }
-  // By assembly, as the compiler would load all parts once, in front of the loop over keys.
+  // Assembly reads shared memory here, because the compiler would load all parts in front of the
+  // loop over keys and keep them in registers.
   __device__ __forceinline__ uint4 part(int c) const {
     if constexpr (kShared) {
       return gpu::load_shared16(address + c * 32 * static_cast<uint32_t>(sizeof(uint4)));

@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kHiddenThreads) hidden_forward_kernel(HiddenFo
   if (threadIdx.x < kRows) row_nnz[threadIdx.x] = 0;
   __syncthreads();
   uint32_t* mask = problem.union_mask + first_row / kUnionTokens * ((problem.ffn + 31) / 32);
-  // Of each row, half a word: a thread counts fewer than 2^16 of a row, as F is below 2^24.
+  // Two rows share a word, because a thread counts fewer than 2^16 neurons of a row: F is below
+  // 2^24.
   uint32_t nnz[kRows / 2] = {};
   int union_neurons = 0;
   float l1 = 0.0f;
